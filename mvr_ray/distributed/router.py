@@ -434,7 +434,8 @@ class Router:
         if encoder is not None:
             _ = self.encoder
         if corpus is not None:
-            self._open_parts(shard for shard in corpus.open_shards if shard < self.corpus.num_shards)
+            num_shards = self.corpus.num_shards
+            self._open_parts(shard for shard in corpus.open_shards if shard < num_shards)
 
     def warm_up(self) -> None:
         """Open the encoder and all parts of the corpus if they are there, so that no request waits for it."""
@@ -444,10 +445,15 @@ class Router:
 
     def _open_parts(self, shards: Iterable[int]) -> None:
         """Open parts of the corpus before a request needs them. Requests that need a damaged part say so."""
-        try:
-            self.corpus.open_parts(shards)
-        except (MissingInputError, StorageError) as error:
-            log.warning("a part of the corpus stays closed: %s", error)
+        corpus = self.corpus
+
+        def open_one(shard: int) -> None:
+            try:
+                corpus.open_parts([shard])
+            except (MissingInputError, StorageError) as error:
+                log.warning("a part of the corpus stays closed: %s", error)
+
+        self.store.for_each(open_one, shards)
 
     def ready(self) -> None:
         """Wait until every shard can be searched, also after the restart of a searcher."""

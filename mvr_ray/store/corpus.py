@@ -40,6 +40,8 @@ SETTINGS_OF_CHANGES = ("chunk_words", "max_passages")
 """Settings of `prepare` that a change of the corpus needs again; `CorpusInfo.counts` has them."""
 _CACHED_BYTES = 1 << 26
 """Of the passages read by id that a corpus keeps in memory: searches return the same ones again and again."""
+_PASSAGE_BYTES = 500
+"""Of a passage in memory, beside its text."""
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
@@ -250,7 +252,8 @@ class Corpus:
         """Types of the passages' fields by name."""
         self._parts: dict[int, CorpusPart] = {}
         own = weakref.proxy(self)  # as in `Router`
-        num_cached = _CACHED_BYTES * info.num_passages // max(sum(file.num_bytes for file in info.part_files), 1)
+        num_bytes = sum(file.num_bytes for file in info.part_files) + _PASSAGE_BYTES * info.num_passages
+        num_cached = _CACHED_BYTES * info.num_passages // max(num_bytes, 1)
         self._passage = lru_cache(num_cached)(lambda name: own.part(shard_of(name, own.num_shards)).get(name))
 
     @classmethod

@@ -345,7 +345,7 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
         names, prefix = _names_of(cfg), _prefix_of(cfg)
         records: Iterable[ChangeRecord]
         if isinstance(source, Path):
-            records = (_with_prefix(_change_record(row, names), prefix) for row in json_lines(source))
+            records = (_with_prefix(_change_record(row, names), prefix, corpus) for row in json_lines(source))
         else:
             records = source
         changes = _read_records(records, corpus, cfg)
@@ -417,12 +417,14 @@ def _prefix_of(cfg: PrepareConfig) -> str:
     return prefixes.pop() if len(prefixes) == 1 else ""
 
 
-def _with_prefix(record: ChangeRecord, prefix: str) -> ChangeRecord:
-    """Put the prefix of the sources before the id of a row that lacks it: as in the source, or as in the corpus."""
-    if isinstance(record, DeletionRecord):
-        return record if record.id.startswith(prefix) else record._replace(id=prefix + record.id)
-    has_prefix = isinstance(record, PassageRecord) and record.passage.id.startswith(prefix)
-    return record if has_prefix else with_prefix(record, prefix)
+def _with_prefix(record: ChangeRecord, prefix: str, corpus: Corpus) -> ChangeRecord:
+    """Put the prefix of the sources before the id of a row that lacks it, unless the corpus has a passage of the id."""
+    if not prefix or not isinstance(record, DeletionRecord | PassageRecord):
+        return record
+    name = record.id if isinstance(record, DeletionRecord) else record.passage.id
+    if name.startswith(prefix) or corpus.get([name, f"{name}#0"]):
+        return record
+    return record._replace(id=prefix + name) if isinstance(record, DeletionRecord) else with_prefix(record, prefix)
 
 
 def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:

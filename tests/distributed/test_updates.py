@@ -28,7 +28,7 @@ from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.errors import DigestError
+from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import KINDS
 from mvr_ray.index.lexical import Postings, write_statistics
@@ -624,6 +624,12 @@ def test_an_update_reads_no_byte_of_what_it_does_not_change_and_its_metrics_are_
     assert (again.version, again.content_digest()) == (version.version, version.content_digest())
     assert manifest.verify(store, version).problems == []
 
+    for file in root.rglob("measurements-*.json"):  # as in the store of an earlier program
+        file.unlink()
+    flip_byte(folders[same_entries[0].shard] / paths.EMBEDDINGS)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 71}))
+    assert manifest.verify(store, build_index.index(run)).problems == []
+
 
 def test_a_warm_router_and_the_one_that_takes_over_open_no_part_for_a_request(
     first_store, run_over, tmp_path, monkeypatch
@@ -636,7 +642,7 @@ def test_a_warm_router_and_the_one_that_takes_over_open_no_part_for_a_request(
         version = build_index.index(run)
         return Router(store, version, LocalSearchers(SearcherTask(str(root), version)))
 
-    first, second, third = map(change_to, (70, 71, 72))
+    first, second, third, fourth = map(change_to, (70, 71, 72, 73))
     first.warm_up()
     second.take_over(first)
     [*_, changes] = third.corpus.info.parts[shard_of("p03", 3)].files
@@ -644,7 +650,12 @@ def test_a_warm_router_and_the_one_that_takes_over_open_no_part_for_a_request(
     third.take_over(first)  # which answers but for the texts of the damaged part
     with pytest.raises(DigestError, match=changes.file):
         third.passages(["p03"])
+    flip_byte(root / paths.corpus_version("corpus", fourth.manifest.corpus_digest))
+    with pytest.raises(StorageError, match="damaged"):
+        fourth.take_over(first)  # nor does a server move to it
     monkeypatch.setattr(Corpus, "open_file", None)
+    others = [name for name in (f"p{at:02d}" for at in range(20)) if shard_of(name, 3) != shard_of("p03", 3)]
+    assert len(third.passages(others)) == len(others)
     for router, number in ((first, 70), (second, 71)):
         texts = {name: passage.text for name, passage in router.passages([f"p{at:02d}" for at in range(20)]).items()}
         assert len(texts) == 20 and texts["p03"] == text_of(number)

@@ -25,11 +25,12 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import gc, manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
-from mvr_ray.store.update import update
+from mvr_ray.store.update import update, update_by_records
 from mvr_ray.types import Passage, Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -406,6 +407,10 @@ def test_changes_have_the_ids_of_the_source_or_of_the_corpus(tmp_path: Path, wri
         assert sorted(passage.id for passage in Corpus.open(store, "corpus")) == ["w:1", "w:3", "w:4"]
         digests.add(report.digest)
     assert len(digests) == 1
+    bare = [PassageRecord(Passage("9", "", "bare"), ""), PassageRecord(Passage("w:9", "", "of the source"), "")]
+    update_by_records(cfg, store, bare)
+    assert update(cfg, store, str(write("c.jsonl", lines({"id": "9", "delete": True})))).deleted == 1
+    assert sorted(passage.id for passage in Corpus.open(store, "corpus")) == ["w:1", "w:3", "w:4", "w:9"]
     two = cfg.model_copy(update={"sources": [source, SourceConfig(path="other.jsonl")]})
     assert update(two, store, str(write("c.jsonl", lines({"id": "1", "delete": True})))).absent == 1
 

@@ -214,8 +214,8 @@ def _reusable_shards(
     """Find undamaged shards of earlier `versions` with the same encoder, settings and passages, newest version first;
     with `before`, only of that version, to keep its learned views. Settings of a search, such as `index.nprobe`, may be
     others. A shard is compared in one version of those that share it; its bytes are read only if that version is over
-    the same corpus, so that an update reads no shard that it does not change, and the same command again repairs what
-    is damaged."""
+    the same corpus, or a shard is to be measured: an update reads no shard that it does not change, and the same
+    command again repairs what is damaged."""
     reusable: dict[int, ShardEntry] = {}
     num_passages = {shard: part.num_passages for shard, part in enumerate(corpus.info.parts)}
     compared_digests: set[str] = set()
@@ -236,7 +236,10 @@ def _reusable_shards(
         same_parts = _same_parts(store, earlier, corpus) if entries else ()
         own = tuple(entry for entry in entries if entry.shard in same_parts)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
-        report = manifests.verify(store, partial_manifest, sizes_only=earlier.corpus_digest != corpus.digest)
+        is_read = earlier.corpus_digest == corpus.digest or not all(
+            shards.is_measured(store, draft, one) for one in own
+        )
+        report = manifests.verify(store, partial_manifest, sizes_only=not is_read)
         damaged_shards = {problem.shard for problem in report.problems}
         if damaged_shards:
             log.warning(
@@ -275,9 +278,9 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
 def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
     """Build one shard from its staged work, or reuse the given or noted one, which is measured unless it was before."""
     store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
-    earlier = shards.read_measurements(store, draft, reusable) if reusable else None
-    if built_shard := earlier or (None if reusable else shards.read_note(store, draft.index, note)):
-        return built_shard
+    known = shards.read_measurements(store, draft, reusable) if reusable else shards.read_note(store, draft.index, note)
+    if known:
+        return known
     entry, is_updated, least_recall = reusable, None, None
     unread_counts: list[UnreadCounts] = []
     if entry is None:

@@ -44,8 +44,8 @@ from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progre
 log = logging.getLogger(__name__)
 CONTENT_BYTES = 16
 """Length of a content digest."""
-MAX_CONTENTS = 500_000
-"""Contents of all shards that one pass over the earlier parts looks for: their texts are in memory."""
+MAX_CONTENT_CHARS = 1 << 28
+"""Characters of all contents that one pass over the earlier parts looks for: each of its tasks has them in memory."""
 Contents = frozenset[tuple[str, str]]
 """Titles and texts."""
 Names = dict[str, dict[str, tuple[str, str]]]
@@ -108,7 +108,7 @@ def carry_over(
     contents: list[Contents] = [frozenset()] * len(calls)
     if len(calls) > 1 or session.in_ray():  # else the task itself reads each part once
         what = "compare passages with earlier versions, shards"
-        limited_calls = [(*call, MAX_CONTENTS // len(calls)) for call in calls]
+        limited_calls = [(*call, MAX_CONTENT_CHARS // len(calls)) for call in calls]
         contents = run_tasks(changed_contents, limited_calls, "comparing passages", what, progress)
     names = share(_find_in_parts(sources, frozenset().union(*contents), progress))
     calls = [(*call, own, names) for call, own in zip(calls, contents)]
@@ -226,11 +226,13 @@ def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bo
 
 
 def changed_contents(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus], limit: int) -> Contents:
-    """Return the contents of a shard that differ from its base; none if it has no base, or they are too many."""
+    """Return the contents of a shard that differ from its base; none if it has no base, or they have over `limit`
+    characters."""
     corpus = task.open_corpus()
     plan = _plan_over_base(corpus, shard, sources, task.draft.index, reads=False)
     rows = plan.rows if plan and plan.rows and len(plan.rows) <= limit else ()
-    return frozenset(passage[1:3] for passage in corpus.part(shard).take(rows))
+    contents = frozenset(passage[1:3] for passage in corpus.part(shard).take(rows))
+    return contents if sum(len(title) + len(text) for title, text in contents) <= limit else frozenset()
 
 
 def _find_in_parts(sources: Sequence[EmbeddedCorpus], contents: Contents, progress: Progress) -> Names:
@@ -312,12 +314,12 @@ def _plan_over_base(
     for source in sources:
         version = source.version
         try:
-            is_over_parts = len(version.shards) == corpus.num_shards == source.corpus().num_shards  # else resharded
+            before = source.corpus()
+            is_over_parts = len(version.shards) == corpus.num_shards == before.num_shards  # else resharded
             if source.parent or not is_over_parts:
                 if source.is_refined:
                     return None
                 continue
-            before = source.corpus()
             if reads:
                 source.embeddings(shard)
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest

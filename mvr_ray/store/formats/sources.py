@@ -63,7 +63,8 @@ LINE_KEYS = ("id", "_id", "text", "contents", "question")
 """Keys by which a whole object on the first line of a `.json` file is a row, also if an object is its first value."""
 DATA_ENDS = (".parquet", ".tsv", ".csv", ".jsonl", ".ndjson", ".json")
 DOCUMENT_ENDS = (".pdf", ".docx", ".doc", ".pptx", ".odt", ".rtf", ".epub", ".html", ".htm", ".rst", ".tex")
-HOW_TO_CONVERT = "convert them to .txt or .md first (pandoc, pdftotext)"
+IMAGE_ENDS = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".ico")
+HOW_TO_CONVERT = "convert documents to .txt or .md first (pandoc, pdftotext)"
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
@@ -118,11 +119,12 @@ def source_files(source: SourceConfig) -> list[Path]:
 
 
 def _tell_others(source: SourceConfig, folder: Path) -> None:
-    """Warn of documents of a folder of text that are left out, such as PDFs."""
-    ends = Counter(file.suffix.lower() for file in folder.rglob("*") if file.suffix.lower() in DOCUMENT_ENDS)
-    if ends:
-        counts = ", ".join(f"{number} {end}" for end, number in ends.most_common())
-        log.warning("documents left out of source %s: %s; %s", source.path, counts, HOW_TO_CONVERT)
+    """Warn of files of a folder of text that are left out, such as PDFs; of no images."""
+    files = (file for file in folder.rglob("*") if file.is_file() and not _is_text(file))
+    visible_files = (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    ends = Counter(file.suffix.lower() or file.name for file in visible_files)
+    if others := [f"{number} {end}" for end, number in ends.most_common() if end not in IMAGE_ENDS]:
+        log.warning("files left out of source %s: %s; %s", source.path, ", ".join(others), HOW_TO_CONVERT)
 
 
 def format_of(source: SourceConfig) -> str:

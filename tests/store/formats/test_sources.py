@@ -519,8 +519,8 @@ def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_pa
         read(write("notes/readme.md", "Text.").parent, "beir")
     with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
         list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
-    with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
-        read(write("x.pdf", ""))
+    with pytest.raises(DataError, match=r"x\.bin.*set `format:` to one of squad, .*beir"):
+        read(write("x.bin", ""))
     data = gzip.compress(b"1\ttext\ttitle\n" * 5000)
     with pytest.raises(DataError, match=r"c\.tsv\.gz is a damaged or unfinished gzip file"):
         read(write("c.tsv.gz", data[: len(data) // 2]))
@@ -713,12 +713,12 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
 
 
 def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCaptureFixture):
-    for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/d.html", "logo.png"):
+    for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/corpus.jsonl.zst", "logo.png", ".git/index"):
         write(f"docs/{name}", "text\n")
     folder = write("pdf/e.pdf", "%PDF").parent
     assert [passage.id for passage in passages(read(folder.parent / "docs"))] == ["a.md"]
-    assert f"left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .html; convert them to .txt" in caplog.text
-    with pytest.raises(DataError, match=r"from the name 'e\.pdf'; convert them to \.txt or \.md first"):
+    assert f"left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .zst; convert documents" in caplog.text
+    with pytest.raises(DataError, match=r"from the name 'e\.pdf'; convert documents to \.txt or \.md first"):
         read(folder)
 
 
