@@ -278,9 +278,11 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
 def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
     """Build one shard from its staged work, or reuse the given or noted one, which is measured unless it was before."""
     store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
-    known = shards.read_measurements(store, draft, reusable) if reusable else shards.read_note(store, draft.index, note)
-    if known:
-        return known
+    earlier = (
+        shards.read_measurements(store, draft, reusable) if reusable else shards.read_note(store, draft.index, note)
+    )
+    if earlier:
+        return earlier
     entry, is_updated, least_recall = reusable, None, None
     unread_counts: list[UnreadCounts] = []
     if entry is None:
