@@ -6,6 +6,7 @@ Shapes: Q queries, D dimension.
 import ctypes
 import mmap
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -145,12 +146,16 @@ class FlatIndex(ShardIndex):
         return self._vector_scan if in_memory else self.scan
 
 
+_libc = cache(lambda: ctypes.CDLL(None))
+
+
 def _in_memory(array: np.ndarray) -> bool:
     """Whether evenly spaced pages of an array, which may be mapped from a file, are all in memory now."""
-    library, state, page = ctypes.CDLL(None), ctypes.c_ubyte(), mmap.PAGESIZE
+    mincore, address, state, page = _libc().mincore, array.ctypes.data, ctypes.c_ubyte(), mmap.PAGESIZE
+    size, result = ctypes.c_size_t(1), ctypes.byref(state)
     for offset in np.linspace(0, max(array.nbytes - 1, 0), _PAGES_SAMPLED).astype(np.int64).tolist():
-        start = (array.ctypes.data + offset) // page * page
-        if library.mincore(ctypes.c_void_p(start), ctypes.c_size_t(1), ctypes.byref(state)) or not state.value & 1:
+        start = (address + offset) // page * page
+        if mincore(ctypes.c_void_p(start), size, result) or not state.value & 1:
             return False
     return True
 

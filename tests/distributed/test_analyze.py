@@ -14,6 +14,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
+from mvr_ray.core.judging import answers
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view_attention
 from mvr_ray.distributed import analyze as analysis
@@ -95,6 +96,15 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
         if kind in ("answer", "gold"):
             ranks_Q = ranks[system].answer_ranks if kind == "answer" else ranks[system].gold_ranks
             assert np.mean([0 <= rank < int(k) for rank in ranks_Q]) == pytest.approx(value)
+
+
+def test_a_passage_is_prepared_once_for_the_answers_of_all_systems(small_index, run_over, monkeypatch):
+    prepare, passages = answers._haystack, {passage.text for passage in Corpus.open(Store(str(small_index)), "corpus")}
+    texts: Counter[str] = Counter()
+    monkeypatch.setattr(answers, "_haystack", lambda text, match: (texts.update([text]), prepare(text, match))[1])
+    analyze(run_over(small_index))
+    assert {texts[text] for text in passages} <= {0, 1}
+    assert any(texts[text] for text in passages)
 
 
 def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, view_vectors):

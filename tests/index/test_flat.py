@@ -1,5 +1,6 @@
 """Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the engine."""
 
+import ctypes
 import mmap
 import os
 import subprocess
@@ -213,6 +214,13 @@ def test_a_code_is_the_nearest_of_its_levels_and_its_residual_no_less_than_the_d
         assert float(residual) <= sum(one * one for one in away) ** 0.5 * (1 + 1e-6) + 1e-37
     assert not codes.codes_ND[0].any()
     assert decode(codes.codes_ND, codes.scale_N).dtype == np.float32
+
+
+def test_the_c_library_is_loaded_once(monkeypatch):
+    loads, load = [], ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (loads.append(name), load(name))[1])
+    flat._libc.cache_clear()
+    assert all(flat._in_memory(np.ones((400, 64))) for _ in range(3)) and loads == [None]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -7,7 +7,8 @@ Shapes: Q questions, P passages, V views, D dimension; W ranks.
 
 import copy
 import logging
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
-from mvr_ray.core.encoding.snippets import TITLE, find_snippet
+from mvr_ray.core.encoding.snippets import TITLE, Span, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, TokenizedPassage
 from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.core.learning import losses
@@ -132,8 +133,6 @@ class RetrieverLoop(StepLoop):
         super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
-        model, max_tokens = self.model, self.cfg.max_passage_tokens
-        self._spans = lru_cache(MAX_CACHED)(lambda passage: model.view_spans(passage, max_tokens))
         self._tokens: dict[Passage, TokenizedPassage] = {}
 
     def _resume(self) -> torch.optim.Optimizer:
@@ -218,6 +217,12 @@ class RetrieverLoop(StepLoop):
         if world_size() > 1:
             dist.all_reduce(loss)
         return float(loss) / world_size()
+
+    @cached_property
+    def _spans(self) -> Callable[[Passage], Sequence[Span | None]]:
+        """`DualEncoder.view_spans` of a passage as training reads it, cached."""
+        model, max_tokens = self.model, self.cfg.max_passage_tokens
+        return lru_cache(MAX_CACHED)(lambda passage: model.view_spans(passage, max_tokens))
 
     def _answer_views(self, batch: JoinedBatch) -> np.ndarray:
         """answers_QV: whether a view of the positive read an answer, by its offset, or also by its text."""
