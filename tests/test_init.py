@@ -328,14 +328,18 @@ def test_a_folder_of_several_formats_is_refused_and_its_files_one_by_one_are_not
 
 
 @pytest.mark.parametrize("other", ["b.csv", "b.html"])
-def test_no_file_beside_texts_is_left_out_in_silence(tmp_path: Path, capsys, other: str) -> None:
+def test_no_file_beside_texts_is_left_out_in_silence(tmp_path: Path, capsys, caplog, monkeypatch, other: str) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mix").mkdir()
     (tmp_path / "mix" / "README.md").write_text("# About\n\nA text.\n")
     (tmp_path / "mix" / other).write_text("id,text\na,A text.\n")
     with pytest.raises(SystemExit) as end:
         main(["init", str(tmp_path / "mix")])
-    err = capsys.readouterr().err
-    assert (end.value.code, f"several formats (README.md, {other}); name its files" in err) == (1, True)
+    code, err = end.value.code, capsys.readouterr().err
+    if other == "b.csv":
+        assert (code, f"several formats (README.md, {other}); name its files" in err) == (1, True)
+    else:
+        assert (code, "mix: 1 .html; convert documents to .txt or .md first" in caplog.text) == (0, True)
 
 
 def test_brackets_and_colons_of_names_are_shown_as_they_are(initialize, tmp_path: Path) -> None:

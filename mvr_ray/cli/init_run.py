@@ -162,7 +162,7 @@ def _require_one_kind(path: str, files: Sequence[Path]) -> None:
     for file in files:
         ending = plain_name(file).suffix.lower()
         ending = {".ndjson": ".jsonl", ".md": ".txt", ".markdown": ".txt"}.get(ending, ending)
-        if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".html", ".htm"):
+        if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"):
             firsts.setdefault(ending, file.name)
     if len(firsts) > 1:
         raise DataError(

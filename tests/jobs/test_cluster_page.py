@@ -109,15 +109,18 @@ def dockerfile() -> list[tuple[str, str]]:
 
 def test_the_steps_of_the_image_name_what_there_is() -> None:
     steps = dockerfile()
-    arguments = dict(rest.split("=", 1) for word, rest in steps if word == "ARG" and "=" in rest)
+    arguments, variables = (
+        dict(rest.split("=", 1) for word, rest in steps if word == kind and "=" in rest) for kind in ("ARG", "ENV")
+    )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {arguments["EXTRA"], "gpu"} <= set(extras)
     compiler, install = (rest for word, rest in steps if word == "RUN")
     assert "apt-get install" in compiler and "g++" in compiler  # hnswlib has no wheel, and neither have the loops
     assert "-c constraints.txt" in install and (ROOT / "constraints.txt").is_file()
-    assert '-e ".[${EXTRA}]"' in install
-    [(name, place)] = [rest.split("=", 1) for word, rest in steps if word == "ENV"]
-    assert name == "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+    assert '${TORCH} -e ".[${EXTRA}]"' in install and arguments["TORCH"].endswith('/whl/cpu"')
+    assert int(variables.pop("RAY_ROTATION_MAX_BYTES")) > 0
+    [place] = variables.values()
+    assert [*variables] == ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
     module, _, function = place.rpartition(".")
     assert callable(getattr(importlib.import_module(module), function))
     patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if (ROOT / ".dockerignore").exists() else []
