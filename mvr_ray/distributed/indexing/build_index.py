@@ -236,10 +236,9 @@ def _reusable_shards(
         same_parts = _same_parts(store, earlier, corpus) if entries else ()
         own = tuple(entry for entry in entries if entry.shard in same_parts)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
-        is_read = earlier.corpus_digest == corpus.digest or not all(
-            shards.is_measured(store, draft, one) for one in own
-        )
-        report = manifests.verify(store, partial_manifest, sizes_only=not is_read)
+        are_measured = all(shards.read_measurements(store, draft, entry) for entry in own)
+        sizes_only = are_measured and earlier.corpus_digest != corpus.digest
+        report = manifests.verify(store, partial_manifest, sizes_only=sizes_only)
         damaged_shards = {problem.shard for problem in report.problems}
         if damaged_shards:
             log.warning(

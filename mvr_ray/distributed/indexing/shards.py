@@ -176,10 +176,6 @@ def read_measurements(store: Store, draft: Manifest, entry: ShardEntry) -> Built
     return None
 
 
-def is_measured(store: Store, draft: Manifest, entry: ShardEntry) -> bool:
-    return read_measurements(store, draft, entry) is not None
-
-
 def renew_periodically(store: Store, draft: Manifest, key: str, grace_s: float) -> AbstractContextManager[None]:
     """Renew, while the block runs, the age of unfinished work, of what it claims and the shards that its notes name,
     and of the corpus of its version, so that no collection with this grace time, or that of corpora, removes them."""
