@@ -74,14 +74,26 @@ def copy_judgements(store: Store, index: str) -> str | None:
 
 def _newest(store: Store, index: str, file: tuple[int, int] | None = None) -> JudgementFile:
     """Read the newest file of the group of `file` (group, number), which a listing that lags may lack; None: of the
-    last group."""
+    last group.
+
+    A name that was listed may be that of a slow process's file when it is read: then newer files exist, so the newest
+    name is listed again after the read.
+    """
+    newest = _newest_name(store, index, file)
     while True:
-        numbers = _numbers(store, index)
-        group, number = file or (max(numbers), 0)
         try:
-            return _read(store, index, group, max(number, *numbers.get(group, (0,))))
-        except MissingInputError:
-            pass  # two further calls have deleted it since it was listed
+            file_read = _read(store, index, *newest)
+        except MissingInputError:  # two further calls have deleted it since it was listed
+            file_read = None
+        listed_name, newest = newest, _newest_name(store, index, file)
+        if file_read and newest == listed_name:
+            return file_read
+
+
+def _newest_name(store: Store, index: str, file: tuple[int, int] | None) -> tuple[int, int]:
+    numbers = _numbers(store, index)
+    group, number = file or (max(numbers), 0)
+    return group, max(number, *numbers.get(group, (0,)))
 
 
 def _read(store: Store, index: str, group: int, number: int) -> JudgementFile:

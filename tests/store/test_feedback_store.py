@@ -62,6 +62,26 @@ class LaggingStore(Store):
         return list(before)
 
 
+class SlowReader(Store):
+    """Does something between the first listing after it created a file and what follows."""
+
+    def __init__(self, root: Path, after: Callable[[], object]) -> None:
+        super().__init__(root)
+        self.after: Callable[[], object] | None = after
+        self.has_created = False
+
+    def create_once(self, path: str, data: bytes) -> None:
+        super().create_once(path, data)
+        self.has_created = True
+
+    def list(self, path: str) -> list[str]:
+        names = super().list(path)
+        if self.has_created and self.after:
+            after, self.after = self.after, None
+            after()
+        return names
+
+
 @pytest.fixture(params=[40, GROUP_BYTES])
 def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(feedback, "GROUP_BYTES", request.param)
@@ -111,6 +131,22 @@ def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
     slow = SlowStore(tmp_path, lambda: [add_judgements(store, "main", [f"other {n}"]) for n in range(3)])
     assert add_judgements(slow, "main", ["slow"]) == 7
     assert stored_lines(store) == [*(f"start {n}" for n in range(3)), *(f"other {n}" for n in range(3)), "slow"]
+
+
+def test_a_writer_that_reads_a_slow_writers_file_under_its_own_number_adds_no_second_time(tmp_path):
+    """Others create three files once it has listed its own as the newest; then a slow writer creates its number."""
+    store = Store(tmp_path)
+    add_judgements(store, "main", ["start"])
+    own_file = paths.judgements("main", 2, 0)
+
+    def add_others() -> None:
+        for n in range(3):
+            add_judgements(store, "main", [f"other {n}"])
+        store.create_once(own_file, b"start\nslow\n")
+
+    assert add_judgements(SlowReader(tmp_path, add_others), "main", ["own"]) == 2
+    store.delete(own_file)
+    assert stored_lines(store) == ["start", "own", "other 0", "other 1", "other 2"]
 
 
 @pytest.mark.usefixtures("group_bytes")
