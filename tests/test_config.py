@@ -83,6 +83,19 @@ def test_a_missing_run_file_is_named(run_file) -> None:
     assert refusal("nowhere.yaml") == message
 
 
+def test_the_folder_of_a_run_file_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wiki").mkdir()
+    with pytest.raises(ConfigError, match=r"run file wiki is a folder; name .* such as wiki/run\.yaml"):
+        load_run("wiki")
+
+
+@pytest.mark.parametrize("path", [Path("s3://bucket/wiki"), "gs:/bucket/wiki"])
+def test_an_address_with_one_slash_is_no_path(path) -> None:
+    with pytest.raises(ConfigError, match=r"^(s3|gs):/bucket/wiki: an address begins with \1://; give it as a text"):
+        resolve_path(str(path))
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_one(run_file) -> None:
     assert refusal(run_file("train: {epoch: 3}")) == "run.yaml: train.epoch: unknown key; did you mean 'epochs'?"
 

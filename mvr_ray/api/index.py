@@ -123,12 +123,14 @@ class Index:
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
         run = parse_run(own, "Index.build")
+        run_file = yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
         with _progress_callback(progress) as callback:
+            _require_buildable(run)  # before the last corpus, which updates start from, is replaced
             prepare(run.prepare, store, callback, records, run.evaluate.match)
             _index(run, callback)
-        store.write_bytes(paths.RUN_FILE, yaml.safe_dump(own, sort_keys=False, allow_unicode=True).encode())
+        store.write_bytes(paths.RUN_FILE, run_file.encode())
         return cls(run)
 
     @classmethod
@@ -558,6 +560,14 @@ def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dic
     except (AttributeError, TypeError, ValueError):
         example = '{"encoder": {"num_views": 4}}'
         raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None
+
+
+def _require_buildable(run: RunConfig) -> None:
+    """Raise what `_index` would raise of the encoder and of the index parameters."""
+    from mvr_ray.distributed.encoders import encoder_dimension
+    from mvr_ray.distributed.indexing.staging import checked_params
+
+    checked_params(run, encoder_dimension(run))
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:

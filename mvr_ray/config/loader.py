@@ -89,6 +89,8 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{dependents[-1]}: base: {path} does not exist; give a run file by its path from this one's folder, or "
             f"one of {names}"
         )
+    if path.is_dir():
+        raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / RUN_FILE}")
     if not is_there:
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     data = _parse(path)
@@ -163,6 +165,8 @@ def resolve_path(text: str) -> Path:
     """
     if "\0" in text:
         raise ConfigError(f"{text!r} holds a NUL, as no path does; correct it")
+    if scheme := re.match(r"(s3|gs):/(?!/)", text):
+        raise ConfigError(f"{text}: an address begins with {scheme[1]}://; give it as a text, as a Path loses a slash")
     if not text.startswith("package:"):
         try:
             return Path(text).expanduser()

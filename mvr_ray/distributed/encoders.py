@@ -99,7 +99,33 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
     return next(floats, None) or fastest_float(load().passage_tower)
 
 
+def encoder_dimension(run: RunConfig) -> int:
+    """Find the dimension of the encoder that `resolve_encoder` will open, before there is a corpus. Raises as that."""
+    spec = encoder_spec(run)
+    if _stored_encoder(run) is None and spec.needs_sentences and spec.sentences == "corpus":
+        return make_encoder(run, Store(run.store.path), punkt=PunktParams((), (), ())).dimension
+    return _named_encoder(run, None).dimension
+
+
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
+    if snapshot := _stored_encoder(run):
+        return snapshot
+    store, name = Store(run.store.path), run.encoder.name
+    record = _untrained_record(run)
+    if record and store.exists(record):  # opening a backbone takes seconds
+        with suppress(MissingInputError):  # else the snapshot is gone
+            return local_encoder(store, name, read_fingerprint(store, record, RECORD_CURE, RECORD_CURE))
+    encoder = make_encoder(run, store, corpus, _live_punkt(run, store))
+    snapshot = save_encoder(store, name, encoder)
+    strategy = encoder.spec.strategy
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
+    if record:
+        _write_record(store, record, snapshot.fingerprint)
+    return snapshot
+
+
+def _stored_encoder(run: RunConfig) -> LocalEncoder | None:
+    """Open the trained encoder or the snapshot that `index.encoder` names; None for an untrained one."""
     store, name = Store(run.store.path), run.encoder.name
     choice = run.index.encoder
     if choice in ("trained", "auto"):
@@ -114,17 +140,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             )
     elif choice != "untrained":
         return local_encoder(store, name, choice)
-    record = _untrained_record(run)
-    if record and store.exists(record):  # opening a backbone takes seconds
-        with suppress(MissingInputError):  # else the snapshot is gone
-            return local_encoder(store, name, read_fingerprint(store, record, RECORD_CURE, RECORD_CURE))
-    encoder = make_encoder(run, store, corpus, _live_punkt(run, store))
-    snapshot = save_encoder(store, name, encoder)
-    strategy = encoder.spec.strategy
-    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
-    if record:
-        _write_record(store, record, snapshot.fingerprint)
-    return snapshot
+    return None
 
 
 def _untrained_record(run: RunConfig) -> str | None:

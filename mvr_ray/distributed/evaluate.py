@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.judging.answers import AnswerMatcher, warn_of_runs
+from mvr_ray.core.judging.answers import AnswerMatcher, refuse_empty_answers, warn_of_runs
 from mvr_ray.core.judging.metrics import (
     NDCG_CUTOFF,
     first_ranks,
@@ -163,13 +163,14 @@ def evaluate(
         require_words(base)
     for name, questions in sets:
         require_gold_passages(name, questions, corpus)
+        if run.retrieve.strict_answers:
+            refuse_empty_answers(questions, settings.match)
         warn_of_runs(name, (question.answers for question in questions), settings.match)
     articles = {name: articles_of(questions, corpus) for name, questions in sets}
     own_ids = {name: own_passages(questions, corpus, run.prepare.sources) for name, questions in sets}
     rank = RankSettings(
         k=search_depth(settings) + max(map(most_ids, own_ids.values())),
         match=settings.match,
-        strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
         filter=checked_filter(run, corpus),
     )
@@ -227,7 +228,7 @@ def _rank_by_words(
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits by BM25, in order."""
     index = open_bm25(run, corpus, progress)
-    matcher = AnswerMatcher(rank.match, strict=rank.strict_answers)
+    matcher = AnswerMatcher(rank.match)
     for own in sets:
         yield from judge_hits(own.questions, index.search(own.texts, rank.k, progress), corpus, matcher)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.core.judging.answers import AnswerMatcher, Match, refuse_empty_answers
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
@@ -30,6 +30,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.store.formats.sources import read_question_file
+from mvr_ray.store.formats.trec import refuse_spaces
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import query_key, read_questions
 from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
@@ -60,7 +61,6 @@ class RankSettings(NamedTuple):
 
     k: int
     match: Match = "string"
-    strict_answers: bool = False
     texts: bool = False
     snippets: bool = False
     refined_queries: bool = False
@@ -74,7 +74,7 @@ class QuestionRanker:
     def __init__(self, router: Router, settings: RankSettings) -> None:
         self.router = router
         self.settings = settings
-        self.matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
+        self.matcher = AnswerMatcher(settings.match)
         self._refined_queries = lru_cache(router.refined_queries)
 
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
@@ -207,13 +207,20 @@ def retrieve(
     settings = RankSettings(
         k=run.retrieve.k,
         match=run.evaluate.match,
-        strict_answers=run.retrieve.strict_answers,
         texts=format not in ("trec", "msmarco"),
         snippets=format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras),
         refined_queries=run.retrieve.refined_queries,
         filter=checked_filter(run, corpus),
         hybrid=run.search.hybrid,
     )
+    if run.retrieve.strict_answers:
+        refuse_empty_answers(query_set.questions, run.evaluate.match)
+    if format == "trec":
+        for question in query_set.questions:
+            refuse_spaces(question.id, "question")
+        for shard in range(corpus.num_shards):
+            for passage_id in corpus.part(shard).table(["id"])["id"].to_pylist():
+                refuse_spaces(passage_id, "passage")
     with open_router(run, base.version) as router:
         results = rank_questions(run, router, [query_set], settings, progress)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)

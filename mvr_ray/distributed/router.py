@@ -240,7 +240,7 @@ class Router:
         CoverageError if fewer than `min_coverage` of the manifest's passages were searched, and its subclass
         DamagedShardsError if damaged files are among the causes.
         """
-        k, queries_QD = check_k(k), check_queries(queries_QD, self.dimension)
+        k, queries_QD = min(check_k(k), self.manifest.num_passages or 1), check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
         text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
         if hybrid is not None:

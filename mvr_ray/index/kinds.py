@@ -101,8 +101,13 @@ def open_index(
 def _approximate(kind: str) -> "type[FaissIndex] | type[HnswIndex]":
     """Import the class of an approximate kind, and with it its library."""
     if kind == "faiss":
-        from mvr_ray.index.faiss_index import FaissIndex
-
+        try:
+            from mvr_ray.index.faiss_index import FaissIndex
+        except ImportError as error:
+            raise ShardIndexError(
+                f"index.kind is faiss, which cannot be imported ({error}); pip install 'mvr-ray[cpu]' or "
+                f"'mvr-ray[gpu]', or set index.kind=hnsw"
+            ) from error
         return FaissIndex
     from mvr_ray.index.hnsw_index import HnswIndex
 

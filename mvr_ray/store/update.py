@@ -432,7 +432,8 @@ def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:
     if isinstance(row, BadRow):
         return row
     values = rename(row.values, {part: name for part, name in names.items() if lookup(row.values, name) is not None})
-    is_deletion = values.get("delete") is True
+    if not isinstance(is_deletion := values.get("delete") or False, bool):
+        return BadRow(row.where, f"delete is {is_deletion!r:.60}, not true or false")
     record = deletion_record(id_of(values), row.where) if is_deletion else passage_of(values, row.where)
     if isinstance(record, BadRow):
         form = 'A row is a passage with id, title and text, or an id with "delete": true'

@@ -54,7 +54,7 @@ from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
 from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -824,6 +824,18 @@ def test_an_upsert_refuses_the_values_that_a_build_refuses(tmp_path: Path, row: 
     prepare(cfg, store, records=passage_records([("a", "Text.")]))
     with pytest.raises(DataError, match=f"^item 1: {reason}"):
         update_by_records(cfg, store, upsert_records(rows))
+
+
+def test_a_build_with_a_model_that_is_none_leaves_the_corpus_that_changes_start_from(index: Index, tmp_path: Path):
+    for settings in (SMALL, SMALL | {"encoder": {"num_views": 3, "sentences": "corpus", "strategy": "snippets"}}):
+        with pytest.raises(EncoderError):
+            Index.build(["One."], model=str(tmp_path), path=index.run.store.path, settings=settings)
+    assert index.upsert([("new", "A tower.")]).num_passages == len(ROWS) + 1
+
+
+def test_a_run_file_holds_settings_of_any_type_of_text(tiny_backbone: Path, tmp_path: Path):
+    Index.build(ROWS[:2], model=np.str_(tiny_backbone), path=tmp_path / "own", settings={np.str_("index"): {}})
+    assert Index.open(tmp_path / "own").run.encoder.backbone == str(tiny_backbone)
 
 
 def test_a_uuid_is_an_id_wherever_ids_are_taken(index: Index):

@@ -19,10 +19,12 @@ from mvr_ray.core.judging.answers import (
     f1_score,
     has_answer,
     normalize_answer,
+    refuse_empty_answers,
     tokenize,
     warn_of_runs,
 )
 from mvr_ray.errors import DataError
+from mvr_ray.types import Question
 
 
 def slow_tokens(text: str) -> list[str]:
@@ -276,20 +278,19 @@ def test_a_set_whose_answers_stand_within_runs_of_letters_is_warned_of_under_the
     assert not caplog.text
 
 
-def test_strict_refuses_an_answer_that_would_match_everything():
-    matcher = AnswerMatcher(strict=True)
-    assert matcher.has_answer("a cat", ["cat"])
-    with pytest.raises(DataError, match=r"answer ' ' .*would match every\s+passage; remove it"):
-        matcher.has_answer("a cat", ["dog", " "])
+def test_an_answer_that_would_match_everything_is_refused_with_its_question():
+    refuse_empty_answers([Question("a", "What?", ("cat",)), Question("b", "What?")])
+    with pytest.raises(DataError, match=r"^question 'c': answer ' ' .*would match every passage; remove it"):
+        refuse_empty_answers([Question("a", "What?", ("cat",)), Question("c", "What?", ("dog", " "))])
     assert empty_answers(["x", "", "\u200b", "!"]) == ["", "\u200b"]
 
 
 @pytest.mark.parametrize(("match", "answer", "other"), [("kilt", "The!", "Thebes"), ("regex", "(19)?x*", "(19)+x*")])
-def test_strict_knows_what_matches_everything_by_each_rule(match, answer, other):
+def test_what_matches_everything_is_known_by_each_rule(match, answer, other):
     assert has_answer("Egypt", [answer], match) and not has_answer("Egypt", [other], match)
     assert empty_answers([answer, other], match) == [answer]
     with pytest.raises(DataError, match="would match every passage"):
-        AnswerMatcher(match, strict=True).has_answer("Egypt", [other, answer])
+        refuse_empty_answers([Question("a", "Where?", (other, answer))], match)
 
 
 def test_one_string_in_place_of_a_list_of_answers_is_refused():

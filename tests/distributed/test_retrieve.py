@@ -25,7 +25,7 @@ from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
-from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError, ShardIndexError
+from mvr_ray.errors import ConfigError, CoverageError, DataError, FilterError, MissingInputError, ShardIndexError
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -414,6 +414,22 @@ def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(smal
 
 
 @without_ray
+@pytest.mark.parametrize(
+    ("question", "format", "message"),
+    [
+        (Question("q 1", "Who?"), "trec", "question id 'q 1' is empty or holds white space"),
+        (Question("q1", "Who?", (" ",)), "dpr", "question 'q1': answer ' ' of 'Who\\?' holds nothing to find"),
+    ],
+)
+def test_what_a_ranking_cannot_hold_is_refused_before_any_search(
+    small_index, run_over, tmp_path, monkeypatch, question, format, message
+):
+    monkeypatch.setattr("mvr_ray.distributed.retrieve.open_router", None)
+    monkeypatch.setattr("mvr_ray.distributed.retrieve.question_set", lambda *_: QuestionSet("own", [question]))
+    with pytest.raises(DataError, match=message):
+        retrieve(run_over(small_index, retrieve={"strict_answers": True}), "own", tmp_path / "out", format)
+
+
 def test_evaluating_nothing_names_what_could_be(small_index, run_over):
     with pytest.raises(ConfigError, match=r"corpus 'corpus' has: dev\. Name a source's set by `questions: NAME`"):
         evaluate(run_over(small_index, evaluate={"questions": []}))

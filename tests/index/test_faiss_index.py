@@ -1,5 +1,6 @@
 """Checks what is particular to Faiss: mapped files, settings that reach the index, training on a sample."""
 
+import sys
 from pathlib import Path
 
 import faiss
@@ -9,7 +10,7 @@ import pytest
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import faiss_index
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.kinds import build_index, open_index
+from mvr_ray.index.kinds import build_index, check_params, open_index
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "IVF8,PQ4x4fs", "HNSW8", "PCA8,SQ8"])
@@ -81,3 +82,10 @@ def test_an_absent_gpu_is_told(device, shard, tmp_path):
     build_index(params, shard(5), tmp_path)
     with pytest.raises(ShardIndexError, match=f"'{device}'"):
         open_index(params, shard(5), tmp_path, device=device)
+
+
+def test_an_index_where_faiss_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    monkeypatch.delitem(sys.modules, "mvr_ray.index.faiss_index")
+    with pytest.raises(ShardIndexError, match=r"pip install 'mvr-ray\[cpu\]'"):
+        check_params(IndexParams(kind="faiss"), 8)

@@ -352,6 +352,8 @@ def test_an_old_corpus_that_returns_keeps_its_questions_from_a_collection_that_r
         ('{"delete": true}\n', r"c\.jsonl:1: id is missing"),
         ('{"id": "", "delete": true}\n', r"c\.jsonl:1: id is missing"),
         ('{"id": 1.5, "delete": true}\n', r"c\.jsonl:1: id is 1\.5, not a text or a whole number"),
+        ('{"id": "a", "text": "x", "delete": 1}\n', r"c\.jsonl:1: delete is 1, not true or false"),
+        ('{"id": "a", "text": "x", "delete": "true"}\n', r"c\.jsonl:1: delete is 'true', not true or false"),
         ('{"id": "a\\ud83d", "delete": true}\n', r"c\.jsonl:1: id is not valid UTF-8"),
         ("[1]\n", r"c\.jsonl:1"),
     ],

@@ -4,7 +4,7 @@
 character that is neither separator nor control), each token lower-cased; a hit is an answer whose tokens stand in a
 row in the passage. The title is not searched. Consequences of the rules, which mvr_ray keeps:
 
-- an answer without tokens (empty, blanks, zero-width) matches every passage; `strict` refuses such answers
+- an answer without tokens (empty, blanks, zero-width) matches every passage; `refuse_empty_answers` refuses it
 - `1000` is not in `1,000`, `Beyonce` not in `Beyoncé`, `fi` not in `ﬁ`; `U.S` is in `the U.S. army`
 - `don't` is three tokens; case is folded a token at a time by `str.lower`, so a final sigma ends its token
 - a run of letters is one token, so an answer in a script without spaces, or a Korean one before a particle, is found
@@ -30,7 +30,7 @@ import regex
 
 from mvr_ray.core.scripts import KOREAN, SPACELESS
 from mvr_ray.errors import DataError
-from mvr_ray.types import IntArray
+from mvr_ray.types import IntArray, Question
 
 log = logging.getLogger(__name__)
 Match = Literal["string", "regex", "kilt"]
@@ -84,6 +84,17 @@ def empty_answers(answers: Sequence[str], match: Match = "string") -> list[str]:
     return [answer for answer in answers if has_answer("", [answer], match)]
 
 
+def refuse_empty_answers(questions: Iterable[Question], match: Match = "string") -> None:
+    """Raise DataError for the first question with one of `empty_answers`."""
+    for question in questions:
+        if empty := empty_answers(question.answers, match):
+            raise DataError(
+                f"question {question.id!r}: answer {empty[0]!r} of {question.text!r:.80} holds nothing to find and "
+                f"would match every passage; remove it, or set retrieve.strict_answers=false to count it as the "
+                f"field's scripts do"
+            )
+
+
 def warn_of_runs(name: str, answers_Q: Iterable[Sequence[str]], match: Match) -> None:
     """Warn of a question set many of whose answers the string rule cannot find within runs of letters."""
     all_answers = [answers for answers in answers_Q if answers]
@@ -104,15 +115,13 @@ class AnswerMatcher:
     """`has_answer` for many questions over the same passages: tokenises each passage once.
 
     Caches prepared passages up to `max_cached_bytes` and the answers of `max_questions` questions, the least recently
-    used first out. With `strict`, a question with an answer that matches everything raises DataError. Not
-    thread-safe.
+    used first out. Not thread-safe.
     """
 
     def __init__(
         self,
         match: Match = "string",
         *,
-        strict: bool = False,
         max_cached_bytes: int = 256 << 20,
         max_questions: int = _MAX_QUESTIONS_CACHED,
     ) -> None:
@@ -120,7 +129,7 @@ class AnswerMatcher:
         self.max_cached_bytes = max_cached_bytes
         self.cached_bytes = 0
         self._haystacks: OrderedDict[str, str] = OrderedDict()
-        self._needles = lru_cache(max_questions)(partial(_checked_needles, match, strict))
+        self._needles = lru_cache(max_questions)(partial(_needles, match=match))
 
     def has_answer(self, text: str, answers: Sequence[str]) -> bool:
         needles = self._needles_of(answers)
@@ -199,15 +208,6 @@ def _haystack(text: str, match: Match) -> str:
             return unicodedata.normalize("NFD", text)
         case "kilt":
             return normalize_answer(text)
-
-
-def _checked_needles(match: Match, strict: bool, answers: tuple[str, ...]) -> list[Needle]:
-    if strict and (empty := empty_answers(answers, match)):
-        raise DataError(
-            f"answer {empty[0]!r} (of {list(answers)!r}) holds nothing to find and would match every passage; remove "
-            f"it, or turn strict_answers off to count it as the field's scripts do"
-        )
-    return _needles(answers, match)
 
 
 def _needles(answers: Sequence[str], match: Match) -> list[Needle]:

@@ -148,6 +148,13 @@ def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def checked_params(run: RunConfig, dimension: int) -> IndexParams:
+    """The index parameters of a run. Raises ShardIndexError where they do not fit embeddings of this dimension."""
+    params = index_params(run.index, dimension, run.resources.gpus_per_searcher > 0)
+    check_params(params, dimension)
+    return params
+
+
 def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before: Manifest | None = None) -> EncodeTask:
     """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
     passages are kept.
@@ -156,8 +163,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before:
     that do not fit the encoder.
     """
     store, index = Store(run.store.path), run.index
-    params = index_params(index, encoder.dimension, run.resources.gpus_per_searcher > 0)
-    check_params(params, encoder.dimension)
+    params = checked_params(run, encoder.dimension)
     stage_parts = [corpus.digest, *_encoding(index, encoder.fingerprint)]
     key = _digest([*stage_parts, *([before.content_digest()] if before else [])])
     draft = Manifest(

@@ -10,8 +10,10 @@ from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
 
-_INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
-"""Unicode's categories of control and format characters and of space."""
+_INVISIBLE = frozenset(("Cc", "Cf", "Mn", "Zl", "Zp", "Zs"))
+"""Unicode's categories of control and format characters, of marks that combine, and of space."""
+UNDECODED = "\ufffd"
+"""What decoders put for bytes that they cannot read; models drop it."""
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 PassageId = str | int | UUID
 """What names a passage in Python. Its text is the id."""
@@ -164,7 +166,7 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
         raise ValueError(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
         raise ValueError(f"{name} is empty")
-    if not may_be_empty and all(category(letter) in _INVISIBLE for letter in value):
+    if not may_be_empty and all(category(letter) in _INVISIBLE or letter == UNDECODED for letter in value):
         raise ValueError(f"{name} has no visible character: {value!r:.60}")
     return _unicode(value, name)
 

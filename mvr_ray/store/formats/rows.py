@@ -128,7 +128,7 @@ def read_summaries(path: Path) -> Iterator[Record]:
             where = f"{path}:{reader.line} ({key})"
             summary = reader.value()
             if not isinstance(summary, dict):
-                yield BadRow(where, "a summary is not an object")
+                yield BadRow(where, "a summary is not an object; write passages one object a line, as .jsonl")
                 continue
             name = slug(key)
             yield passage_record(name, summary.get("title") or key, summary.get("extract"), where)

@@ -155,6 +155,7 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
 def read_question_file(path: Path) -> list[Question]:
     """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows, and ids
     that occur twice, are refused."""
+    path = resolve_path(str(path))
     if plain_name(path).suffix == ".txt":
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
@@ -233,7 +234,10 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
         return "tsv" if has_names else _detect_tsv(file)
     if stem.endswith(".csv"):
         with open_text(file) as text:
-            return "qas_csv" if "\t" in text.readline() and not has_names else "csv"
+            columns = text.readline().strip().lower().split("\t")
+        if len(columns) == 1 or has_names:
+            return "csv"
+        return _detect_tsv(file) if {"id", "text"} <= set(columns) else "qas_csv"
     if stem.endswith((".jsonl", ".ndjson")):
         return _detect_lines(_first_row(file), has_names)
     if stem.endswith(".json"):

@@ -6,6 +6,7 @@ order is ours.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from mvr_ray.errors import DataError, count_noun
 from mvr_ray.store.formats.text_files import open_text
 
 MILLION = 1_000_000
+_SPACE = re.compile(r"\s")
 
 
 class RunLine(NamedTuple):
@@ -30,8 +32,8 @@ def run_lines(question_id: str, hits: Iterable[tuple[str, float]], tag: str) -> 
     """Yield the lines of one question's ranking, best first, ranks from 1."""
     above: int | None = None
     for rank, (passage_id, score) in enumerate(hits, 1):
-        _refuse_spaces(question_id, "question")
-        _refuse_spaces(passage_id, "passage")
+        refuse_spaces(question_id, "question")
+        refuse_spaces(passage_id, "passage")
         if not math.isfinite(score):
             raise DataError(f"question {question_id!r}: passage {passage_id!r} has score {score}, not a number")
         millionths = _below(above, round(float(score) * MILLION))
@@ -103,8 +105,9 @@ def _below(above: int | None, millionths: int) -> int:
     return lower
 
 
-def _refuse_spaces(id_: str, what: str) -> None:
-    if not id_ or any(char.isspace() for char in id_):
+def refuse_spaces(id_: str, what: str) -> None:
+    """Raise DataError for an id that no line of a run can hold. `what` has it: a question or passage."""
+    if not id_ or _SPACE.search(id_):
         raise DataError(
             f"{what} id {id_!r} is empty or holds white space, which a TREC run cannot express; "
             f"write the ranking as dpr, jsonl or parquet, or give the source ids without white space"

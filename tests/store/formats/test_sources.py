@@ -133,7 +133,7 @@ def test_squad_prefixes_passage_ids_everywhere(write: Write):
     assert passages(records)[1].id == questions(records)[0].positive_ids[0] == "sq:Super_Bowl_50_1"
 
 
-@pytest.mark.parametrize("text", ["\u200b\u200b", "\ufeff", "\u00ad \u2028", "\x01\x02"])
+@pytest.mark.parametrize("text", ["\u200b\u200b", "\ufeff", "\u00ad \u2028", "\x01\x02", "\ufffd\ufffd", "\u0301"])
 def test_a_text_without_a_visible_character_is_a_bad_row_and_others_may_have_some(write: Write, text: str):
     rows = [{"id": "a", "text": text}, {"id": "b", "text": f"{text}word", "title": text}]
     records = read(write("p.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
@@ -441,7 +441,10 @@ def test_summaries(write: Write):
     records = read(write("s.json", json.dumps(data, indent=1)))
     assert passages(records) == [Passage("Albert_Einstein", "Albert Einstein", "He."), Passage("1", "1", "One.")]
     assert questions(records) == [Question("about:Albert_Einstein", "German physicist", (), ("Albert_Einstein",))]
-    assert bad(records) == ["s.json:13 (Nothing): text is empty", "s.json:17 (Odd): a summary is not an object"]
+    assert bad(records) == [
+        "s.json:13 (Nothing): text is empty",
+        "s.json:17 (Odd): a summary is not an object; write passages one object a line, as .jsonl",
+    ]
 
 
 def test_a_source_gives_only_what_was_asked_for(write: Write):
@@ -464,6 +467,7 @@ def test_a_csv_with_a_header_gives_passages_whatever_the_order_of_its_columns(wr
     records = read(path, id_prefix="w:")
     assert passages(records) == [Passage("w:1", "A", 'one, "two"\nthree'), Passage("w:2", "", "b")]
     assert passages(read(write("two.csv", "text,id\na,1\n"))) == [Passage("1", "", "a")]
+    assert passages(read(write("tabs.csv", "id\ttext\n1\ta\n"))) == [Passage("1", "", "a")]
     [record, other] = read(write("asked.csv", "id,text,question\n1,a,What?\n2,b,\n"))
     assert [one.passage.text for one in (record, other)] == ["a", "b"] and record.extras == {}
 
