@@ -14,7 +14,6 @@ Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
-from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.encoders import open_encoder
@@ -46,6 +44,7 @@ from mvr_ray.distributed.evaluate import (
 from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
+from mvr_ray.distributed.searching.searcher import as_result
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import manifest as manifests
@@ -417,39 +416,17 @@ def _analyze_shard(
 ) -> _ShardViews:
     embeddings = shard_embeddings(Store(root), manifest.index, entry)
     blocks = embeddings.blocks()
-    blocks_by_view = (  # one at a time: together they are a copy of the shard
-        [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
-    )
-    ids = [passage_id for block in blocks for passage_id in block.ids]
-    subsets = itertools.chain(blocks_by_view, [blocks])
-    results = [_rank_in_shard(entry.shard, ids, subset, queries_QD, k) for subset in subsets]
-    return _ShardViews(results, embeddings.find(gold_ids))
-
-
-def _rank_in_shard(
-    shard: int, ids: Sequence[str], blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int
-) -> ShardResult:
-    """Search some of a shard's passages for the best k; rows and `ids` are of all its passages, ids ascending."""
-    if not blocks:
-        blocks = [EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))]
-    hits, rescored_Q = FlatIndex(blocks).search_with_counts(queries_QD, k)
-    row_of = np.array([bisect_left(ids, passage_id) for block in blocks for passage_id in block.ids], np.int64)
-    hits = hits._replace(rows_QK=np.where(hits.rows_QK >= 0, np.append(row_of, -1)[hits.rows_QK], -1))
-    rows = distinct(hits.rows_QK)
-    rows_R = rows[rows >= 0]
-    return ShardResult(shard, hits, rescored_Q, rows_R, pa.array([ids[row] for row in rows_R], pa.string()))
+    ids = pa.array([passage_id for block in blocks for passage_id in block.ids], pa.string())
+    by_view = ([of_view(block, view) for block in blocks] for view in range(manifest.num_views))  # together a copy
+    searches = (FlatIndex(own).search_with_counts(queries_QD, k) for own in itertools.chain(by_view, [blocks]))
+    return _ShardViews([as_result(entry.shard, hits, ids) for hits in searches], embeddings.find(gold_ids))
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
-    """Select the passages that have this view, with this view alone."""
+    """Leave of each passage this view alone, or nothing."""
     kept_N = np.flatnonzero(block.view_numbers_N == view)
-    rows = np.searchsorted(block.row_ptr, kept_N, side="right") - 1
-    return EmbeddingBlock(
-        [block.ids[row] for row in rows],
-        np.arange(len(rows) + 1, dtype=np.int64),
-        np.asarray(block.view_numbers_N)[kept_N],
-        block.vectors_ND[kept_N],
-    )
+    starts_P = np.searchsorted(kept_N, block.row_ptr)
+    return EmbeddingBlock(block.ids, starts_P, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])
 
 
 def _gather_own_views(

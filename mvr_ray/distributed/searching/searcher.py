@@ -550,7 +550,7 @@ def _scan_hybrid(
     else:
         sides = search, rescore, lexical_scores
         counted_hits = hybrid_search(*sides, rows_P, len(queries_QD), weight, k, exact=index.exact)
-    return _as_result(shard, counted_hits, open_shard.ids)
+    return as_result(shard, counted_hits, open_shard.ids)
 
 
 def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
@@ -561,10 +561,10 @@ def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mas
         rows_Q0, frontier_Q = np.zeros((num_queries, 0), np.int64), np.full(num_queries, -np.inf, np.float32)
         hits = ShardHits(rows_Q0, rows_Q0.astype(np.float32), rows_Q0.astype(np.int16), frontier_Q)
         counted_hits = CountedHits(hits, np.zeros(num_queries, np.int64))
-    return _as_result(shard, counted_hits, open_shard.ids)
+    return as_result(shard, counted_hits, open_shard.ids)
 
 
-def _as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardResult:
+def as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardResult:
     hits, rescored_Q = counted_hits
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
