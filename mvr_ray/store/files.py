@@ -527,8 +527,8 @@ def cached_sha256_of(path: Path, expected: str = "") -> str:
     """As `sha256_of`, with a cache of the process: a file is read again if its inode, time or size has changed.
 
     A file that changed a moment ago is read each time: it could change again within one tick of its time. One that
-    differs from `expected` is read again if its inode has changed: a copy that keeps its time, such as a restored file,
-    can get the inode of a deleted file of its time and size.
+    differs from `expected` is read again if its inode has changed, or had a moment before it was read: a copy that
+    keeps its time, such as a restored file, can get the inode of a deleted file of its time and size.
     """
     stat = path.stat()
     key = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -536,10 +536,11 @@ def cached_sha256_of(path: Path, expected: str = "") -> str:
     if digest and (expected in ("", digest) or inode_ns == stat.st_ctime_ns):
         return digest
     digest = sha256_of(path)
-    if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+    settled_ns = time.time_ns() - SETTLED_NS
+    if stat.st_mtime_ns < settled_ns:
         while len(_DIGESTS) >= MAX_DIGESTS:
             _DIGESTS.pop(next(iter(_DIGESTS)), None)
-        _DIGESTS[key] = digest, stat.st_ctime_ns
+        _DIGESTS[key] = digest, stat.st_ctime_ns if stat.st_ctime_ns < settled_ns else 0
     return digest
 
 

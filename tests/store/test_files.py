@@ -13,7 +13,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from file_size_limit import file_size_limit
@@ -130,8 +132,18 @@ def test_of_many_processes_exactly_one_creates(tmp_path: Path):
     assert Store(tmp_path).read_bytes("v/1") == str(outputs.index("won")).encode()
 
 
-def test_a_restored_file_on_the_inode_of_a_damaged_one_is_whole(tmp_path: Path, monkeypatch):
-    path, store, digest = tmp_path / "codes.npy", Store(tmp_path), hashlib.sha256(b"1").hexdigest()
+class WholeSecondsPath(PosixPath):
+    """A file on a system that keeps whole seconds of the time when an inode changed; others keep ticks of a clock."""
+
+    def stat(self, **options: Any) -> Any:
+        stat = super().stat(**options)
+        names = ("st_dev", "st_ino", "st_mode", "st_size", "st_mtime_ns")
+        return SimpleNamespace(**{name: getattr(stat, name) for name in names}, st_ctime_ns=int(stat.st_ctime) * 10**9)
+
+
+@pytest.mark.parametrize("kind", [Path, WholeSecondsPath])
+def test_a_restored_file_on_the_inode_of_a_damaged_one_is_whole(tmp_path: Path, kind: type[Path], monkeypatch):
+    path, store, digest = kind(tmp_path / "codes.npy"), Store(tmp_path), hashlib.sha256(b"1").hexdigest()
     for content in (b"2", b"1"):
         with path.open("wb") as file:
             file.write(content)
