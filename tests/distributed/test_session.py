@@ -232,7 +232,7 @@ def private_cluster(cwd: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
     )
     assert child.stdout
     line = child.stdout.readline().split()
-    assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=30)
+    assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=120)
     return child, Path(line[3]), [int(pid) for pid in line[4:]]
 
 
@@ -240,12 +240,12 @@ def private_cluster(cwd: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
 def test_the_folder_of_a_killed_driver_goes_with_the_next_start(tmp_path: Path):
     child, folder, _ = private_cluster(tmp_path)
     child.kill()
-    child.communicate(timeout=30)
+    child.communicate(timeout=120)
     assert folder.exists()
     other, _, _ = private_cluster(tmp_path)
     assert not folder.exists()
     other.send_signal(signal.SIGINT)
-    other.communicate(timeout=30)
+    other.communicate(timeout=120)
 
 
 @pytest.mark.ray
@@ -258,7 +258,7 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
             child.wait(0.05)
             break
         child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)
+    child.communicate(timeout=120)
     assert not folder.exists()
     alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
     assert len(pids) >= 2
@@ -304,7 +304,7 @@ except KeyboardInterrupt:
 def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
     """Ray's own handler, which it sets meanwhile, ends the process by status 15."""
     command = [sys.executable, "-c", TERMINATED_AT_START]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
 
 
@@ -342,7 +342,7 @@ def test_an_interrupt_between_two_rows_of_a_pipeline_ends_it_before_its_cluster(
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"RAY_TMPDIR": folder}
     command = [sys.executable, "-c", INTERRUPTED_BETWEEN_ROWS]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
+        child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
         assert (child.returncode, child.stdout) == (130, "False\n"), child.stderr
         assert list(Path(folder).iterdir()) == []
     finally:
@@ -378,7 +378,7 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
     def try_to_join(**variables: str) -> list[str]:
         """Output of a client with these variables: its first word and the rest."""
         command = [sys.executable, "-c", JOINING, address]
-        result = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         assert token not in result.stdout + result.stderr
         return result.stdout.strip().split(" ", 1)
@@ -434,7 +434,7 @@ def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: 
         result = subprocess.run([sys.executable, "-c", USING, address], env=stranger, capture_output=True, text=True)
         assert result.stdout.split()[-1:] == ["3"], result.stdout + result.stderr
     finally:
-        other.communicate(timeout=60)
+        other.communicate(timeout=120)
 
 
 def _listeners(pids: set[int]) -> list[tuple[str, int]]:
@@ -503,7 +503,7 @@ def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(tmp_pa
         assert child.stdout.readline() == "up\n"
         listeners = _listeners(_descendants(child.pid))
     finally:
-        child.communicate(timeout=60)
+        child.communicate(timeout=120)
     assert len(listeners) >= 6
     assert [own for own in listeners if own[0] not in LOOPBACK] == []
 

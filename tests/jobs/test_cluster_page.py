@@ -92,7 +92,7 @@ def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=1800,
         )
     assert process.returncode == 0, process.stdout + process.stderr
     assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", process.stdout), process.stdout
