@@ -101,6 +101,7 @@ def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypat
     content = json.dumps({"format_version": 1, **encoder}).encode()
     store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", content)
     monkeypatch.setenv(proxy_limit.MAX_WAITING, "7")
+    monkeypatch.delenv(proxy_limit.TIMEOUT_MS, raising=False)  # the shared cluster of other tests sets it
     before = dict(os.environ)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
