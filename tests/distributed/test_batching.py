@@ -227,12 +227,14 @@ def test_if_one_searcher_hangs_the_answer_of_the_other_arrives_in_time(tmp_path,
 
         def hold(one) -> None:
             with one.request_lock:
+                one.__dict__.setdefault(f"{gate} shut", threading.Event()).set()
                 one.__dict__.setdefault(gate, threading.Event()).wait()
 
         fleet.actors[0].__ray_call__.remote(hold)
+        beside = fleet.actors[0].__ray_call__.options(concurrency_group="health")
+        ray.get(beside.remote(lambda one: one.__dict__.setdefault(f"{gate} shut", threading.Event()).wait()))
         answer = router.search(queries(1, 2), K, deadline=Deadline.after(8), min_coverage=0.0)
         assert {answer.shards[shard].state for shard in hung_shards} == {"late"}
         assert {answer.shards[shard].state for shard in other_shards} == {"searched"}
-        again = fleet.actors[0].__ray_call__.options(concurrency_group="health")
-        ray.get(again.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).set()))
+        ray.get(beside.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).set()))
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)
