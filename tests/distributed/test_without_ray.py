@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from every_stage import run_stages
+from waiting import until
 
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
@@ -42,6 +44,22 @@ def without_dates(value: object, store: Path) -> object:
     if isinstance(value, list):
         return [without_dates(one, store) for one in value]
     return re.sub(re.escape(str(store)), "STORE", value) if isinstance(value, str) else value
+
+
+def pass_hours(store: Path) -> None:
+    """Let all files age by two hours, and the work under way renew its own twice: the second time, all of the first
+    renewal is done."""
+    for file in [*store.rglob("*")]:
+        with suppress(FileNotFoundError):  # a file that was renamed since
+            os.utime(file, (time.time() - 7200,) * 2)
+    markers = [*store.rglob("running")]
+
+    def renewals_ns() -> list[int]:
+        return [marker.stat().st_mtime_ns for marker in markers]
+
+    for _ in range(2 if markers else 0):
+        before_ns = renewals_ns()
+        until(lambda before_ns=before_ns: renewals_ns() != before_ns)
 
 
 def run_for(store: Path, run_over) -> RunConfig:
@@ -126,7 +144,7 @@ def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     store = Store(str(empty_store))
     run = run_over(empty_store, index={"grace_s": 4}, resources={"local_passages": 1000})
-    first = build_index.index(run)
+    build_index.index(run)
 
     def publish_corpus(text: str) -> str:
         changes = tmp_path / "changes.jsonl"
@@ -138,13 +156,7 @@ def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile
     def pass_hours_and_collect(step: str, count: int, _: int) -> None:
         if (step, count) != ("build shards", 1):
             return
-        for file in empty_store.rglob("*"):
-            os.utime(file, (time.time() - 7200,) * 2)
-        deadline = time.monotonic() + 30
-        folders = (empty_store / paths.shard_dir("index", name) for name in store.list("indexes/index/shards"))
-        [new] = [folder for folder in folders if folder.name not in {entry.digest for entry in first.shards}]
-        while new.stat().st_mtime < time.time() - 3600 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        pass_hours(empty_store)
         publish_corpus("Newer text")
         removals.extend(collect(store, "index", keep=1, grace_s=3600))
 
@@ -198,15 +210,7 @@ def test_files_that_no_version_names_yet_survive_collections_until_the_publicati
     publish, removals = manifest.publish, []
 
     def pass_hours_and_collect(store: Store, version: manifest.Manifest) -> manifest.Manifest:
-        times = {file: time.time() - 7200 for file in root.rglob("*") if file.is_file()}
-        for file, changed_s in times.items():
-            os.utime(file, (changed_s,) * 2)
-            os.utime(file.parent, (changed_s,) * 2)
-        markers = [file for file in times if file.name == "running"]
-        for _ in range(2):  # the second time, all of the first renewal is done
-            before_ns, deadline = [marker.stat().st_mtime_ns for marker in markers], time.monotonic() + 30
-            while markers and [m.stat().st_mtime_ns for m in markers] == before_ns and time.monotonic() < deadline:
-                time.sleep(0.1)
+        pass_hours(root)
         removals.extend(collect(store, "index", keep=1, grace_s=3600))
         return publish(store, version)
 
