@@ -419,13 +419,12 @@ class Store:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk. A disk
-        that is full while the block writes is a StorageError."""
-        own = Path(tempfile.gettempdir()) / f"mvr_ray-scratch-{os.getuid()}"
-        parent = own if self._objects else self._folder / SCRATCH
+        """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk, else
+        only its user can read it. A disk that is full while the block writes is a StorageError."""
+        parent = Path(tempfile.gettempdir()) if self._objects else self._folder / SCRATCH
         with contextlib.ExitStack() as stack:
             with _storage_errors("make a scratch folder in", self.name):
-                folder = stack.enter_context(scratch_folder(parent))
+                folder = stack.enter_context(scratch_folder(parent, "mvr-store-" if self._objects else ""))
             free_bytes = partial(_free_bytes, folder)
             with _storage_errors("write in", str(parent), free_bytes=free_bytes, only_full_disk=True):
                 yield folder
@@ -629,19 +628,14 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
         if target.exists() and not target.is_file():
             yield target
             return
-        parent = target.with_name(f".{target.name}.unfinished")
-        try:
-            with scratch_folder(parent) as folder:
-                aside = folder / target.name
-                yield aside
-                for file in (_files_of(aside) or [aside]) if sync else ():
-                    sync_file(file)
-                aside.replace(target)
-                if sync:
-                    sync_folder(target.parent)
-        finally:
-            with contextlib.suppress(OSError):  # another process writes a file of this name
-                parent.rmdir()
+        with scratch_folder(target.parent, f".{target.name}.") as folder:
+            aside = folder / target.name
+            yield aside
+            for file in (_files_of(aside) or [aside]) if sync else ():
+                sync_file(file)
+            aside.replace(target)
+            if sync:
+                sync_folder(target.parent)
 
 
 def _local_folder(root: str) -> Path:

@@ -7,7 +7,8 @@ Making a folder deletes those of dead owners. On one machine the lock alone show
 clock does. A file system that several machines share may not report the locks of others: a folder of another machine,
 or of an earlier boot, is deleted only when its lease is free and a day older than a file that was made just now, by
 the file system's own clock. A folder without a lease, as earlier programs made them, is deleted after a day. In a
-parent that others use, too, such as /tmp, all names have a prefix, and folders without a lease stay.
+parent that others use, too, such as /tmp, all names have a prefix, and folders without a lease stay. In a parent that
+is a link nothing is deleted: whoever made the link may have chosen a folder of other files.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
     `prefix`, its name is that and 8 characters, and only its user can read it."""
     folder, lease, handle = _make_folder(parent, prefix)
     try:
-        _delete_abandoned(parent, prefix, lease.stat().st_mtime)
+        if not parent.is_symlink():
+            _delete_abandoned(parent, prefix, lease.stat().st_mtime)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,26 @@ def test_of_a_parent_with_files_of_others_only_what_dead_owners_left_is_deleted(
         assert len(own.name) == 12 and alive.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("link", ["mvr_ray-scratch-{uid}", "store/.scratch", ".out.json.unfinished"])
+def test_through_a_link_that_another_user_made_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    victim = tmp_path / "victim"
+    (victim / "old").mkdir(parents=True)
+    (victim / "old.lease").touch()
+    (victim / "older").mkdir()
+    make_old(*victim.iterdir())
+    (tmp_path / "store").mkdir()
+    (tmp_path / link.format(uid=os.getuid())).symlink_to(victim)
+    with Store("s3://key:secret@bucket/p?region=r").scratch() as private, Store(tmp_path / "store").scratch():
+        assert private.parent == tmp_path and private.stat().st_mode & 0o077 == 0
+        with finished_file(tmp_path / "out.json") as aside:
+            aside.write_text("{}")
+            assert not aside.resolve().is_relative_to(victim) and aside.parent.stat().st_mode & 0o077 == 0
+    assert {path.name for path in victim.iterdir()} == {"old", "old.lease", "older"}
+
+
 def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_path: Path):
     store = Store(tmp_path / "store")
     for content in (b"one", b"two"):
@@ -118,7 +139,7 @@ def test_an_unfinished_file_stays_while_its_writer_lives_and_goes_with_the_next_
         assert [file for file in tmp_path.rglob("*") if file.is_file() and file.read_text() == "half"]
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
     with finished_file(target) as path:
         path.write_text("second")
     assert list(tmp_path.iterdir()) == [target] and target.read_text() == "second"
