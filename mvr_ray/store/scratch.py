@@ -65,7 +65,7 @@ def _delete_abandoned(parent: Path, prefix: str, now_s: float) -> None:
     """Delete folders without a living owner. `now_s` is the time of a file that was made just now."""
     names = {entry.name for entry in parent.iterdir() if entry.name.startswith(prefix)}
     for name in names:
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # it may be another user's
+        with contextlib.suppress(OSError):  # another process deleted it, or another user made it: any kind of file
             if name.endswith(LEASE):
                 _delete_if_free(parent / name, now_s)
             elif not prefix and f"{name}{LEASE}" not in names and now_s - (parent / name).stat().st_mtime > STALE_S:
@@ -73,7 +73,7 @@ def _delete_abandoned(parent: Path, prefix: str, now_s: float) -> None:
 
 
 def _delete_if_free(lease: Path, now_s: float) -> None:
-    handle = os.open(lease, os.O_RDWR)
+    handle = os.open(lease, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a read of a pipe must not wait
     try:
         is_own_boot = _lock(handle) and os.read(handle, 64).decode(errors="replace") == _boot_id()
         if is_own_boot or now_s - os.fstat(handle).st_mtime > STALE_S:

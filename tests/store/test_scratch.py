@@ -101,6 +101,18 @@ def test_through_a_link_that_another_user_made_nothing_is_deleted(
     assert {path.name for path in victim.iterdir()} == {"old", "old.lease", "older"}
 
 
+def test_leases_of_others_that_are_no_files_stay_and_stop_nothing(tmp_path: Path):
+    (tmp_path / f"mvr-folder{LEASE}").mkdir()
+    os.mkfifo(tmp_path / f"mvr-pipe{LEASE}")
+    (tmp_path / f"mvr-link{LEASE}").symlink_to(tmp_path / "other")
+    with scratch_folder(tmp_path, "mvr-elsewhere-"):
+        (tmp_path / "other").write_text(next(tmp_path.glob(f"mvr-elsewhere-*{LEASE}")).read_text())  # of this boot
+    before = set(tmp_path.iterdir())
+    with scratch_folder(tmp_path, "mvr-") as folder:
+        assert folder.is_dir()
+    assert set(tmp_path.iterdir()) == before
+
+
 def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_path: Path):
     store = Store(tmp_path / "store")
     for content in (b"one", b"two"):
