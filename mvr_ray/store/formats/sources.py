@@ -35,7 +35,7 @@ from mvr_ray.store.formats.rows import (
 )
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
-from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
+from mvr_ray.store.formats.text_folder import TEXT_ENDS, leaves_folder, read_text_file, text_files
 from mvr_ray.types import Question
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,9 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
     for file in files:
         format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
-        if whole == "text":
+        if format == "text" and path.is_dir() and leaves_folder(file, path):
+            yield iter([BadRow(f"{file}:1", f"a link to a text outside the folder ({file.resolve()}); copy it here")])
+        elif whole == "text":
             yield read_text_file(file, path)
         else:
             yield READERS[format](file, names) if names else READERS[format](file)

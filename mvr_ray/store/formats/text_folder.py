@@ -29,6 +29,11 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in visible_files if path.is_file())
 
 
+def leaves_folder(path: Path, folder: Path) -> bool:
+    """Return whether a path is a link to something outside the folder: a cloned repository may link any file."""
+    return not path.resolve().is_relative_to(folder.resolve())
+
+
 def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
     """Read one file as a passage, whose id is its path in `folder`, or its name."""
     where = f"{path}:1"

@@ -716,6 +716,19 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
 
 
+@pytest.mark.parametrize("neighbour", ["notes/rows.jsonl", "notes/c.md"])
+def test_a_link_from_a_folder_of_texts_to_a_file_outside_is_a_bad_row(write: Write, neighbour: str):
+    """A cloned repository may hold `b.md -> /proc/self/environ`; what it says would become a passage."""
+    outside = write("secret.md", "a token\n")
+    folder = write("notes/a.md", "A text.\n").parent
+    write(neighbour, '{"id": "c", "text": "C."}\n')
+    (folder / "b.md").symlink_to(outside)
+    (folder / "within.md").symlink_to("a.md")
+    records = read(folder)
+    assert bad(records) == [f"notes/b.md:1: a link to a text outside the folder ({outside}); copy it here"]
+    assert [passage.text for passage in passages(records)].count("A text.") == 2 and len(records) == 4
+
+
 def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCaptureFixture):
     for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/corpus.jsonl.zst", "logo.png", ".git/index"):
         write(f"docs/{name}", "text\n")
