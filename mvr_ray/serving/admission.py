@@ -10,7 +10,7 @@ and later requests get 503 (`overloaded`), instead of piling up threads.
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -28,6 +28,14 @@ def late_error(deadline: Deadline) -> RequestError:
     """Return the error for a request past its deadline."""
     message = f"no answer within {round(1000 * deadline.timeout_s)} ms"
     return RequestError(504, "timeout", "", message, "send fewer queries, or raise timeout_ms or serve.timeout_ms")
+
+
+def in_time(items: Iterable[T], deadline: Deadline) -> Iterator[T]:
+    """Yield the items. Raises RequestError (504) for the first one past the deadline."""
+    for item in items:
+        if not deadline.left_s:
+            raise late_error(deadline)
+        yield item
 
 
 class Admission:

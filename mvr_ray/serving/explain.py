@@ -16,7 +16,7 @@ from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
-from mvr_ray.serving.admission import late_error
+from mvr_ray.serving.admission import in_time
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, Passage, PassageScores
 
@@ -54,9 +54,7 @@ def explain(
     passages = router.passages(passage_ids)
     lexical = {} if hybrid is None else router.lexical_scores(request.questions, list(passages.values()))
     explanations = []
-    for scores in all_scores:
-        if not deadline.left_s:
-            raise late_error(deadline)
+    for scores in in_time(all_scores, deadline):
         passage, num_views = passages[scores.passage_id], router.num_views
         spans = router.view_spans(passage)
         views = [

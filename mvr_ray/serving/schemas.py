@@ -24,6 +24,8 @@ from mvr_ray.versions import VersionInfo
 M = TypeVar("M", bound=BaseModel)
 
 LONGEST_RETRY_S = 60
+MAX_SENT = 32
+"""Limit of the passages that one search may send with texts or fields, in multiples of `serve.max_k`."""
 _CODES = {
     "missing": "missing_field",
     "extra_forbidden": "unknown_field",
@@ -96,6 +98,10 @@ class SearchRequest(RequestModel):
             hint = 'send texts, or leave "hybrid" out'
             raise RequestError(422, "hybrid_needs_texts", "hybrid", "vectors have no words", hint)
         _check_count("queries", self.queries, limits)
+        if (self.text or self.fields) and (most := self.k * len(self.queries)) > limits.max_k * MAX_SENT:
+            message = f"{len(self.queries)} queries with k {self.k} are up to {most} passages with texts or fields"
+            hint = f"ask for at most {limits.max_k * MAX_SENT} ({MAX_SENT} x serve.max_k), or for neither"
+            raise RequestError(422, "passages_out_of_range", "k", message, hint)
         _check_texts("query", "queries", self.queries, limits)
 
 

@@ -23,6 +23,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.errors import FilterError, MissingInputError, OverloadedError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
+from mvr_ray.serving.admission import in_time
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 SEARCH_SHARE = 0.9
 """Share of a request's time for the search; the rest is for texts and the response, so that partial answers arrive."""
+BATCH_PASSAGES = 256
 NUM_EXAMPLES = 6
 MAX_NORM = 1e16
 """Norm limit of query vectors: squares, and products with any fp16 view of 65,504 dimensions, are finite in float32."""
@@ -69,14 +71,15 @@ class SearchService:
         """Search after checking the limits."""
         start_s = time.perf_counter()
         request.check(self.limits)
-        deadline = self._search_deadline(deadline, request.timeout_s)
+        deadline = self._deadline(deadline).within(request.timeout_s)
+        search_deadline = deadline.share(SEARCH_SHARE)
         texts = [query for query in request.queries if isinstance(query, str)]
         vectors = [query for query in request.queries if not isinstance(query, str)]
-        with self._pin(request.version, deadline) as router:
+        with self._pin(request.version, search_deadline) as router:
             require_encoder(request.encoder_fingerprint, router.manifest)
             require_fields(request.fields, router)
             weight = self._weight(request.hybrid, router) if texts else None
-            options: dict[str, Any] = {"deadline": deadline, "min_coverage": request.min_coverage}
+            options: dict[str, Any] = {"deadline": search_deadline, "min_coverage": request.min_coverage}
             try:
                 options["filter"] = to_plain_filter(request.filter)
                 if texts:
@@ -87,7 +90,7 @@ class SearchService:
                 raise schemas.to_request_error(error) from None
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
-            results = passage_hits(answer, request, router)
+            results = passage_hits(answer, request, router, deadline)
         took_ms = 1000 * (time.perf_counter() - start_s)
         log.info(
             "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
@@ -255,10 +258,14 @@ class SearchService:
             raise RequestError(409, "no_words", "hybrid", _no_words(router.manifest), hint)
         return weight
 
-    def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
-        """Return the deadline of the search: a share of the time that the sender, the request and the limits allow."""
+    def _deadline(self, deadline: Deadline | None) -> Deadline:
+        """Return the deadline of a request, at most the limits' from its start on."""
         max_s = self.limits.timeout_ms / 1000
-        return (deadline or Deadline.after(max_s)).within(max_s).within(timeout_s).share(SEARCH_SHARE)
+        return (deadline or Deadline.after(max_s)).within(max_s)
+
+    def _search_deadline(self, deadline: Deadline | None) -> Deadline:
+        """Return the deadline of the search: a share of the time that the sender and the limits allow."""
+        return self._deadline(deadline).share(SEARCH_SHARE)
 
     @contextmanager
     def _pin(self, version: int | None, deadline: Deadline | None = None) -> "Iterator[Router]":
@@ -328,12 +335,17 @@ def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatAr
     return queries_QD
 
 
-def passage_hits(answer: Answer, request: schemas.SearchRequest, router: "Router") -> list[list[schemas.PassageHit]]:
+def passage_hits(
+    answer: Answer, request: schemas.SearchRequest, router: "Router", deadline: Deadline
+) -> list[list[schemas.PassageHit]]:
     """Convert the hits of each query, with the texts, snippets and fields that the request names. View numbers from V
-    on are feedback views: questions that the passage answered."""
+    on are feedback views: questions that the passage answered. Raises RequestError past the deadline."""
     ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
-    passages = router.passages(ids) if request.text or request.fields else {}
-    spans = {id: router.view_spans(passage) for id, passage in passages.items()} if request.text else {}
+    passages: dict[str, Passage] = {}
+    for start in in_time(range(0, len(ids), BATCH_PASSAGES), deadline) if request.text or request.fields else ():
+        passages |= router.passages(ids[start : start + BATCH_PASSAGES])
+    with_spans = in_time(passages.values(), deadline) if request.text else ()
+    spans = {passage.id: router.view_spans(passage) for passage in with_spans}
 
     def convert(hit: Hit, parts: HybridParts | None) -> schemas.PassageHit:
         more: dict[str, Any] = {} if parts is None else parts._asdict()
@@ -348,7 +360,7 @@ def passage_hits(answer: Answer, request: schemas.SearchRequest, router: "Router
         return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=is_feedback, **more)
 
     parts = answer.parts or repeat(repeat(None))
-    return [[convert(*hit) for hit in zip(*query)] for query in zip(answer.hits, parts)]
+    return [[convert(*hit) for hit in zip(*query)] for query in in_time(zip(answer.hits, parts), deadline)]
 
 
 def snippet_of(passage: Passage, span: tuple[int, int]) -> schemas.Snippet:

@@ -7,10 +7,11 @@ from asgi import call
 from in_memory_index import PASSAGES, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.schemas import first_problem
+from mvr_ray.serving.schemas import RequestError, first_problem
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness
 
@@ -127,6 +128,44 @@ def test_an_answer_that_comes_too_late_is_a_timeout() -> None:
     reply = call(app(slow, timeout_ms=50), "POST", "/v1/search", {"queries": ["nile"]})
     slow.gate.set()
     assert (reply.status, reply.body["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("step", ["search", "passages"])
+def test_past_the_deadline_no_text_is_read_and_no_passage_cut(step: str) -> None:
+    steps: list[str] = []
+
+    class Steps(InMemoryIndex):
+        def search(self, *args, **options):
+            steps.append("search")
+            return super().search(*args, **options)
+
+        def passages(self, ids):
+            steps.append("passages")
+            return super().passages(ids)
+
+        def view_spans(self, passage):
+            steps.append("spans")
+            return super().view_spans(passage)
+
+    class EndsAfterStep(Deadline):
+        @property
+        def left_s(self) -> float:
+            return 0.0 if step in steps else 1.0
+
+    with pytest.raises(RequestError, match="no answer within") as error:
+        service = SearchService(Steps(), ServeConfig())
+        service.search(schemas.SearchRequest(queries=["nile"]), EndsAfterStep.after(1.0))
+    assert error.value.status == 504 and steps[-1] == step
+
+
+def test_texts_of_more_passages_than_an_answer_holds_are_refused() -> None:
+    queries = [f"a {number}" for number in range(256)]
+    for more in ({}, {"text": False, "fields": ["year"]}):
+        reply = call(app(), "POST", "/v1/search", {"queries": queries, "k": 1000, **more})
+        assert (reply.status, reply.body["error"]["code"]) == (422, "passages_out_of_range")
+        assert "at most 32000 (32 x serve.max_k)" in reply.body["error"]["hint"]
+    for fewer in ({"text": False}, {"k": 125}):
+        assert call(app(), "POST", "/v1/search", {"queries": queries, "k": 1000, **fewer}).status == 200
 
 
 def test_ready_means_that_every_passage_was_searched() -> None:
