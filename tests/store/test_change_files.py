@@ -152,6 +152,25 @@ def test_a_file_that_names_a_chunk_is_left_out_and_later_ones_are_applied(tmp_pa
     assert problems(store) == {"1.jsonl": problem, "2.jsonl": ""}
 
 
+def test_a_dump_in_an_encoding_that_cannot_be_read_is_left_out_and_later_ones_are_applied(tmp_path: Path):
+    def dump(revision: int, encoding: str) -> str:
+        return (
+            f'<?xml version="1.0" encoding="{encoding}"?><mediawiki><page><title>T</title><ns>0</ns><id>1</id>'
+            f"<revision><id>{revision}</id><text>Text {revision}.</text></revision></page></mediawiki>"
+        )
+
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "changes")
+    (tmp_path / "changes").mkdir()
+    (tmp_path / "first.xml").write_text(dump(1, "utf-8"))
+    sources = [SourceConfig(path=str(tmp_path / "first.xml"))]
+    prepare(CONFIG.model_copy(update={"sources": sources, "fields": {"revision_id": "int"}}), store)
+    for number, encoding in ((2, "GBK"), (3, "utf-8")):
+        (tmp_path / "changes" / f"{number}.xml").write_text(dump(number, encoding))
+    apply_next(store, source)
+    assert "2.xml is not a whole MediaWiki dump" in problems(store)["2.xml"]
+    assert texts_of(store) == {"1": "Text 3."} and not problems(store)["3.xml"]
+
+
 def test_files_whose_names_are_not_utf_8_are_sources_and_change_files(tmp_path: Path):
     store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
     (tmp_path / "rows").mkdir()

@@ -62,6 +62,8 @@ _CONVERSION = re.compile(r"-\{([^{}]*)\}-")
 _VARIANT = re.compile(r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:")
 _SILENT_FLAGS = {"H", "T", "-"}
 REVISION_FIELD = "revision_id"
+MAX_ID_DIGITS = 18
+"""What every number of so many digits fits: 64 bits."""
 HEADING = "\x01"
 """Marks the line of a heading, once for each of its levels; XML has no such character."""
 
@@ -103,7 +105,9 @@ def read_pages(path: Path) -> Iterator[Page]:
                     f"like enwiki-latest-pages-articles.xml.bz2, or set the source's format"
                 )
             yield from _pages(root, events, space + brace)
-        except ET.ParseError as error:
+        except DataError:
+            raise
+        except (ET.ParseError, LookupError, ValueError) as error:  # an encoding that expat lacks, a number too long
             raise DataError(
                 f"{path} is not a whole MediaWiki dump: its XML is broken or ends too early ({error}); fetch it again"
             ) from error
@@ -112,7 +116,7 @@ def read_pages(path: Path) -> Iterator[Page]:
 def page_record(page: Page, file: str) -> Record:
     """Make the passage of a page, or a bad or dropped row with the reason."""
     where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
-    if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
+    if not _is_id(page.id) or not page.title or not page.namespace:
         return BadRow(where, "a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6")
     reasons = {
         "page of another namespace": page.namespace != ARTICLES,
@@ -132,9 +136,13 @@ def page_record(page: Page, file: str) -> Record:
     if not text:
         return DroppedRow(where, "page without running text", is_passage=True)
     extras = {"page_id": int(page.id)}
-    if page.revision.isascii() and page.revision.isdigit():
+    if _is_id(page.revision):
         extras[REVISION_FIELD] = int(page.revision)
     return passage_record(page.id, page.title, text, where, extras=extras)
+
+
+def _is_id(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= MAX_ID_DIGITS
 
 
 def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:

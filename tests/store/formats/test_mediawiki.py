@@ -214,7 +214,9 @@ def test_a_dump_that_is_cut_short_or_damaged_is_an_error_that_says_so(dump: Path
 def test_a_file_that_is_no_dump_is_an_error_that_says_so(write: Write):
     with pytest.raises(DataError, match=r"f\.xml is no MediaWiki dump: its first element is <rss>, not <mediawiki>"):
         read(write("f.xml", "<rss><page/></rss>"))
-    for content in ("", "no XML at all", '{"a": 1}'):
+    dump = export(page().replace("<text>", f'<text bytes="{"9" * 5000}">'))
+    encodings = (f'<?xml version="1.0" encoding="{name}"?><mediawiki>' for name in ("GBK", "no-such"))
+    for content in ("", "no XML at all", '{"a": 1}', dump, *encodings):
         with pytest.raises(DataError, match=r"f\.xml is not a whole MediaWiki dump"):
             read(write("f.xml", content))
     entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10}">' for n in range(1, 10))
@@ -238,6 +240,7 @@ def test_pages_that_give_no_passage_are_dropped_or_bad_rows(write: Write, monkey
             page("", title="N"),
             page("9", "What the parser cannot read."),
             page("10", "Another."),
+            page("9" * 5000, title="Long"),
         ),
     )
     build = Builder.build
@@ -266,6 +269,8 @@ def test_pages_that_give_no_passage_are_dropped_or_bad_rows(write: Write, monkey
         "page ?, revision 7, 'N'): a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6",
         "page 9, revision 7, 'T'): the wikitext cannot be parsed: ParserError: This is a bug and should be reported. "
         "Info: unexpected end.",
+        f"page {'9' * 5000}, revision 7, 'Long'): a page lacks its <id>, <title> or <ns>, which dumps have since "
+        "export format 0.6",
     ]
     assert read(path, id_prefix="enwiki:")[0].passage.id == "enwiki:1"
     assert list(read_source(SourceConfig(path=str(path), passages=False))) == []
