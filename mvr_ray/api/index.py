@@ -32,7 +32,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, without_keys
 from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -123,7 +123,8 @@ class Index:
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
         run = parse_run(own, "Index.build")
-        run_file = yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+        own_settings = run.model_dump(mode="json", exclude_unset=True)
+        run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
         with _progress_callback(progress) as callback:

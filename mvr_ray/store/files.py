@@ -38,6 +38,7 @@ from mvr_ray.store.objects import ObjectFiles, open_address, reason_of
 from mvr_ray.store.scratch import scratch_folder
 
 SCRATCH = ".scratch"
+_KEYS = re.compile(r"(\b\w+://)[^/?#\s'\":]*:[^/?#\s'\"]*@")
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
 """Names of files and folders that are being written or deleted."""
 MAX_DIGESTS = 1 << 14
@@ -606,6 +607,11 @@ def make_folder(path: Path) -> None:
         except FileNotFoundError:  # /proc and the like hold no folders of others
             raise PermissionError(errno.EACCES, "no folder can be made there", str(folder)) from None
         sync_folder(folder.parent)
+
+
+def without_keys(text: str) -> str:
+    """Remove the keys from the addresses of object stores in a text that others may read."""
+    return _KEYS.sub(r"\1", text)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

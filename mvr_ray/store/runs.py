@@ -1,4 +1,4 @@
-"""Record one run of one stage: its configuration, log lines and report.
+"""Record one run of one stage: its configuration, log lines and report, without the keys of object stores.
 
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
@@ -29,7 +29,7 @@ from mvr_ray import __version__
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import MvrRayError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, without_keys
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     new_folders, is_refused = store.missing_folders(), False
     start = datetime.datetime.now(datetime.UTC)
     run_record = RunRecord("")
-    config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
+    config = without_keys(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
     try:
         run_record.folder = _create_folder(store, start, stage, config.encode())
     except StorageError as error:
@@ -89,8 +89,8 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         }
         try:
             own_files = {
-                "report.json": json.dumps(summary, indent=2).encode(),
-                "log": lines.getvalue().encode(errors="backslashreplace"),
+                "report.json": without_keys(json.dumps(summary, indent=2)).encode(),
+                "log": without_keys(lines.getvalue()).encode(errors="backslashreplace"),
             }
             if not (is_refused and new_folders and store.delete_if_alone(run_record.folder, new_folders)):
                 for name, data in (own_files | run_record.files).items():

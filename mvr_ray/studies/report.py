@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from markdown_it import MarkdownIt
 
+from mvr_ray.store.files import without_keys
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, question_views_bytes
 from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables, view_tables
@@ -204,7 +205,7 @@ def _markdown(
     lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
     if config.notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
-    whole = f"All of it: `{shlex.join(['mvr-ray', *study.words])}`"
+    whole = f"All of it: `{without_keys(shlex.join(['mvr-ray', *study.words]))}`"
     lines += ["", "## Commands", "", whole, "", *(f"- `{command}`" for command in commands)]
     return "\n".join(lines) + "\n"
 

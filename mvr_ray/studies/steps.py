@@ -26,6 +26,7 @@ from mvr_ray.distributed.models import pair_spec, reader_spec
 from mvr_ray.distributed.train import SNAPSHOT
 from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
+from mvr_ray.store.files import without_keys
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
 
@@ -228,7 +229,7 @@ class _Chain:
                 key,
                 stage,
                 self.study.resolve([*overrides, *names]),
-                shlex.join(["mvr-ray", *words]),
+                without_keys(shlex.join(["mvr-ray", *words])),
                 tuple(needs),
                 plan.steps[needs[0]].corpus if needs else key,
                 self.latest.get("refine") if "refine" in rule.needs else None,

@@ -144,6 +144,14 @@ def test_every_shape_of_the_same_passages_gives_the_same_corpus(shape: str, tmp_
     assert reports[1].passages_written == len(ROWS)
 
 
+def test_no_file_of_a_store_holds_the_keys_of_an_address(tiny_backbone: Path, tmp_path: Path):
+    settings = {**SMALL, "follow": {"source": "s3://KEY:secret@bucket/changes"}}
+    Index.build(ROWS, model=str(tiny_backbone), path=tmp_path / "store", settings=settings).close()
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert b"s3://bucket/changes" in (tmp_path / "store" / "run.yaml").read_bytes()
+    assert not [path for path in files if b"KEY:secret" in path.read_bytes()]
+
+
 def test_a_version_counts_the_passages_it_encoded_that_are_cut(tiny_backbone: Path, tmp_path: Path):
     rows = [("long", "The tower was built. " * 40), ("short", "The tower fell.")]
     with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import pytest
+
 from mvr_ray.config import RunConfig
 from mvr_ray.store.runs import record
 
@@ -31,3 +33,17 @@ def test_a_log_line_that_utf8_cannot_encode_is_recorded_with_escapes(tmp_path: P
     with record(RunConfig.model_validate({"store": {"path": str(tmp_path)}}), "prepare") as run_record:
         logging.getLogger("mvr_ray").warning("bad row: \udcff.jsonl é")
     assert (tmp_path / run_record.folder / "log").read_text().endswith("bad row: \\udcff.jsonl é\n")
+
+
+def test_a_record_has_addresses_without_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger("mvr_ray"), "propagate", False)
+    address = "s3://KEY:secr%2Fet@bucket/changes?region=r"
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "follow": {"source": address}})
+    with pytest.raises(OSError), record(run, "follow") as run_record:
+        logging.getLogger("mvr_ray").warning("%s 12:30 who@where", address)
+        raise OSError(f"{address} is gone")
+    files = {file.name: file.read_text() for file in (tmp_path / run_record.folder).iterdir()}
+    assert len(files) == 3
+    for text in files.values():
+        assert "s3://bucket/changes?region=r" in text and "KEY" not in text and "secr" not in text
+    assert "12:30 who@where" in files["log"]

@@ -1060,6 +1060,12 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
     assert study.words == ["study", "small.yaml", "size=quick", "index.scan=int8"]
     for step in plan_study(study).steps.values():
         assert step.command.startswith(f"mvr-ray {step.stage} run.yaml ") and "index.scan=int8" in step.command
+    with_keys = load_study("small.yaml", extra=("store.path=s3://KEY:secret@bucket/p?region=r",))
+    plan, empty = plan_study(with_keys), {"passages_written": 9}
+    records = {key: StepRecord(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
+    report = make_report(with_keys, plan, records)
+    assert report.files["report.md"].count(b"store.path=s3://bucket/p?region=r") == 1 + len(plan.steps)
+    assert not [name for name, content in report.files.items() if b"KEY" in content or b"secret" in content]
     own = load_study(ROOT / "configs" / "studies" / "mvr-views.yaml")
     assert own.run_file == str(ROOT / "configs" / "presets" / "squad-study.yaml")
     monkeypatch.chdir(ROOT)
