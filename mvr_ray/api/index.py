@@ -506,7 +506,7 @@ class Index:
             def publish() -> Manifest:
                 if is_rolled_back(Corpus.open(self._store, live.corpus), self._newest()):
                     change_corpus()  # once more: the roll back replaced the change, too
-                return _index(run, progress)
+                return _index(run, progress, keep_rollback=True)
 
             try:
                 _with_retries(change_corpus)
@@ -571,10 +571,10 @@ def _require_buildable(run: RunConfig) -> None:
     checked_params(run, encoder_dimension(run))
 
 
-def _index(run: RunConfig, progress: Progress) -> Manifest:
+def _index(run: RunConfig, progress: Progress, keep_rollback: bool = False) -> Manifest:
     from mvr_ray.distributed.indexing.build_index import index
 
-    return index(run, progress)
+    return index(run, progress, keep_rollback=keep_rollback)
 
 
 def _absolute(path: str | Path) -> str:

@@ -39,6 +39,7 @@ from llama_index.core.schema import TextNode
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
+from mvr_ray.api import index as api_index
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
@@ -961,11 +962,15 @@ def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, 
     assert index.passages("new") and not [*shards]
 
 
-@pytest.mark.parametrize("at", ["parts written", "build shards"])
-def test_a_roll_back_during_an_upsert_stays(index: Index, at: str):
+@pytest.mark.parametrize("at", ["parts written", "publish", "build shards"])
+def test_a_roll_back_during_an_upsert_stays(index: Index, at: str, monkeypatch: pytest.MonkeyPatch):
     index.upsert([("p1", "A bad text.")])
     with Index(index.run) as rival:
-        index.upsert([("new", "Text.")], progress=once(lambda: rival.rollback(1), at))
+        progress, publish = once(lambda: rival.rollback(1), at), api_index._index
+        monkeypatch.setattr(
+            api_index, "_index", lambda *own, **two: (progress("publish", 0, 0), publish(*own, **two))[1]
+        )
+        index.upsert([("new", "Text.")], progress=progress)
     assert index.passages(["new", "p1"])["p1"].text == ROWS[1]["text"]
     assert len(index) == 25
 

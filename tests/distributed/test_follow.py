@@ -13,11 +13,12 @@ import yaml
 from waiting import lines_of
 
 from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.session import ClusterInfo
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.indexing import build_index, rewrite
 from mvr_ray.distributed.indexing.follow import Follower, FollowReport, follow, with_encoders
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -101,6 +102,19 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
     build_index.index(run)
     follow(run, FollowReport(), lines.append, once=True)
     assert live(run).version == 5 and live(run).num_passages == len(ids(run)) == 58
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_roll_back_while_ray_starts_is_not_undone(run: RunConfig, source: Path, monkeypatch: pytest.MonkeyPatch):
+    store, lines, connect = Store(run.store.path), [], session.connect
+    write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
+    follow(run, FollowReport(), print, once=True)
+    write_changes(source, "2.jsonl", {"id": ids(run)[0], "delete": True})
+    with monkeypatch.context() as patch, pytest.raises(PublishConflictError, match="version 3, a roll back, replaced"):
+        patch.setattr(session, "connect", lambda *own: (manifest.rollback(store, INDEX, 1), connect(*own))[1])
+        follow(run, FollowReport(), print, once=True)
+    follow(run, FollowReport(), lines.append, once=True)
+    assert (live(run).version, live(run).operation) == (3, "rollback") and "changes wait: version 3" in lines[0]
 
 
 @pytest.mark.usefixtures("without_ray")

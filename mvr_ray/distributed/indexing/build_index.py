@@ -44,7 +44,7 @@ from mvr_ray.distributed.indexing.staging import (
     config_digest,
     encode_task,
 )
-from mvr_ray.errors import UNREAD, MissingInputError, RowsLostError, StagingError, StorageError
+from mvr_ray.errors import UNREAD, MissingInputError, PublishConflictError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import update_index
@@ -55,32 +55,39 @@ from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
+from mvr_ray.store.update import is_rolled_back
 from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 
 log = logging.getLogger(__name__)
 
 
-def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
+def index(run: RunConfig, progress: Progress = no_progress, *, keep_rollback: bool = False) -> Manifest:
     """Encode the corpus, build every shard and publish the version; returns the live one if nothing would change, with
     counts of none encoded.
 
     Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
-    PublishConflictError. After any of them the live version is unchanged, and the same command resumes. Staged work
-    that is damaged, or that a faster command over the same corpus removed, is made again, once.
+    PublishConflictError, with `keep_rollback` also where a roll back has replaced the last corpus. After any of them
+    the live version is unchanged, and the same command resumes. Staged work that is damaged, or that a faster command
+    over the same corpus removed, is made again, once.
     """
     try:
-        return _index(run, progress)
+        return _index(run, progress, keep_rollback)
     except (StagingError, RowsLostError) as error:
         log.warning("staged work is made again: index=%s (%s)", run.index.name, error)
-        return _index(run, progress)
+        return _index(run, progress, keep_rollback)
 
 
-def _index(run: RunConfig, progress: Progress) -> Manifest:
+def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
     from mvr_ray.distributed.encoders import resolve_encoder  # with torch, which builders of shards do not need
 
     store, cfg = Store(run.store.path), run.index
     live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
     corpus = Corpus.open(store, run.prepare.corpus)
+    if keep_rollback and live and is_rolled_back(corpus, manifests.read_version(store, cfg.name, live)):
+        raise PublishConflictError(
+            f"index {cfg.name!r}: version {live}, a roll back, replaced corpus {corpus.name!r} of digest "
+            f"{corpus.digest}, so no version of that was made; to publish it: mvr-ray index CONFIG"
+        )
     encoder = resolve_encoder(run, corpus)
     before = _open_refined(store, cfg, encoder.fingerprint)
     task = encode_task(run, corpus, encoder, before)

@@ -139,7 +139,7 @@ class Follower:
         if num_passages:
             resources = with_encoders(resources, -(-num_passages // index.sort_window), info)
         run = self.run.model_copy(update={"index": index, "resources": resources})
-        version = build_index.index(run, self.progress)
+        version = build_index.index(run, self.progress, keep_rollback=True)
         collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s)
         self.report.version = version.version
         return version
