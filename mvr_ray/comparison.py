@@ -1,6 +1,8 @@
 """Compare two systems on the same questions: the difference, its interval, and its significance.
 
-    value of a question    1 if one of the first k passages bears an answer (or is judged relevant), else 0
+    top-k                  1 if one of the first k passages bears an answer (or is gold, or judged relevant), else 0
+    gold/mrr               1 / rank of the first gold (or judged) passage, within the smaller depth of the two sides
+    gold/ndcg@10           nDCG of the gold (or judged) passages
     difference             mean over seeds and questions of value(better) - value(than), in points
     interval               resamples articles, and adds the spread over seeds (`core.judging.metrics`)
     paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
@@ -12,34 +14,28 @@ a passage counts, so no cut-off is greater than the depth of either side.
 Shapes: S seeds, Q questions.
 """
 
-import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from scipy import stats
 
-from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, Groups, interval_over_seeds, ndcg, paired_test
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.dpr import context_id
-from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
-from mvr_ray.store.formats.records import BadRow
-from mvr_ray.store.formats.text_files import json_lines
-from mvr_ray.store.formats.trec import read_qrels, read_trec_run
+from mvr_ray.store.formats.ranked_ids import QuestionHits, is_trec_run, read_ranked_ids
+from mvr_ray.store.formats.trec import read_qrels
 from mvr_ray.types import FloatArray
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = (
-    "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
-    "--qrels FILE"
+HOW_TO_JUDGE = (
+    "give --qrels FILE, or compare the systems of the files that `mvr-ray evaluate CONFIG ranking=FILE` writes, which "
+    "judges by the store's own question sets"
 )
 CUTOFFS = (1, 5, 20, 100)
 _SAME = 1e-9
@@ -82,8 +78,8 @@ def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, s
 
 
 class ComparisonRow(NamedTuple):
-    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval, NaN where
-    few articles agree; `p` is the paired test's."""
+    """The means of a metric, in points, and their difference with its 95 % interval, NaN where few articles agree; `p`
+    is the paired test's."""
 
     metric: str
     first: float
@@ -96,30 +92,25 @@ class ComparisonRow(NamedTuple):
 
 
 class Judgements(NamedTuple):
-    """A file of judgements, and the relevant passages of every question that has some."""
+    """A file of judgements, and the grades of the relevant passages of every question that has some."""
 
     path: Path
-    relevant: dict[str, set[str]]
-
-
-class QuestionHits(NamedTuple):
-    """Id and text of a question in a ranking file, and its hits with "bears an answer", best first."""
-
-    id: str | None
-    text: str | None
-    hits: list[tuple[str, bool | None]]
+    relevant: dict[str, dict[str, int]]
 
 
 class Ranking(NamedTuple):
     """Ids and texts of questions, None where the file has none; for each question and seed the rank, from 1, of the
-    first passage that counts, infinity where none does; the known articles by question id; and the number of hits among
-    which that passage was looked for, the most of any question."""
+    first passage that counts, infinity where none does; the known articles by question id; the number of hits among
+    which that passage was looked for, the most of any question; and by question id the ranks of the first gold passage
+    and the nDCGs, where they are known."""
 
     ids: list[str | None]
     texts: list[str | None]
     ranks: list[list[float]]
     articles: dict[str, str]
     depth: int
+    gold_ranks: Mapping[str, list[float]]
+    gold_ndcgs: Mapping[str, list[float]]
 
 
 def compare(
@@ -131,7 +122,8 @@ def compare(
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
     """Compare two rankings by answer-bearing passages; by gold ones where no question of a file of question ranks has
-    answers; by those that `qrels` judges relevant where it is given, which a TREC run needs.
+    answers; by those that `qrels` judges relevant where it is given, which a TREC run needs. Rows of reciprocal ranks
+    and nDCG follow where both sides know gold or judged passages.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
     where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
@@ -159,15 +151,32 @@ def compare(
             f"with one that was not trained"
         )
     rows = []
+
+    def add(metric: str, first_SQ: FloatArray, second_SQ: FloatArray, groups_Q: Groups) -> None:
+        means = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
+        gap = difference(second_SQ, first_SQ, groups_Q, seed)
+        rows.append(ComparisonRow(metric, *means, gap.points, gap.low, gap.high, gap.p, gap.questions))
+
     for k in _known_cutoffs(ks, sides, both):
         first_SQ, second_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
-        shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
-        gap = difference(second_SQ, first_SQ, groups, seed)
-        rows.append(ComparisonRow(f"top-{k}", *shares, gap.points, gap.low, gap.high, gap.p, gap.questions))
+        add(f"top-{k}", first_SQ, second_SQ, groups)
+    depth = min(ranking.depth for ranking in both)
+    for metric, (first_of, second_of) in {
+        "gold/mrr": [_reciprocal(ranking.gold_ranks, depth) for ranking in both],
+        f"gold/ndcg@{NDCG_CUTOFF}": [ranking.gold_ndcgs for ranking in both],
+    }.items():
+        if names := sorted(first_of.keys() & second_of.keys()):
+            first_SQ, second_SQ = (np.array([of[name] for name in names]).T for of in (first_of, second_of))
+            add(metric, first_SQ, second_SQ, [articles.get(name, f"question {name}") for name in names])
     if without_interval := [row.metric for row in rows if math.isnan(row.low)]:
         names = ",".join(without_interval)
         log.warning("too few articles for an interval: metrics=%s articles=%d", names, len(set(groups)))
     return rows
+
+
+def _reciprocal(ranks_of: Mapping[str, list[float]], depth: int) -> dict[str, list[float]]:
+    """Return the reciprocals of ranks, 0 beyond the depth, by question id."""
+    return {name: [1 / rank if rank <= depth else 0.0 for rank in ranks] for name, ranks in ranks_of.items()}
 
 
 def _check_arguments(
@@ -179,7 +188,7 @@ def _check_arguments(
     if qrels is None and (runs := [side for side in sides if _is_trec_run(side)]):
         raise ConfigError(
             f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
-            f"give --qrels FILE"
+            f"{HOW_TO_JUDGE}"
         )
     if qrels is not None and all(".parquet:" in side for side in sides):
         raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
@@ -225,15 +234,15 @@ def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[t
 def _read_judgements(path: Path) -> Judgements:
     if not path.is_file():
         raise DataError(f"qrels {path} does not exist or is not a file; give --qrels the file of judgements")
-    passages = {name: {i for i, grade in own.items() if grade > 0} for name, own in read_qrels(path).items()}
-    relevant = {name: own for name, own in passages.items() if own}
+    grades = {name: {i: grade for i, grade in own.items() if grade > 0} for name, own in read_qrels(path).items()}
+    relevant = {name: own for name, own in grades.items() if own}
     if not relevant:
         raise DataError(f"qrels {path} judges no passage relevant; give --qrels a file with grades above 0")
     return Judgements(path, relevant)
 
 
 def _is_trec_run(side: str) -> bool:
-    return ".parquet:" not in side and Path(side).suffix not in (".parquet", ".jsonl", ".json")
+    return ".parquet:" not in side and is_trec_run(side)
 
 
 def _ranking(side: str, judgements: Judgements | None, question_set: str | None) -> Ranking:
@@ -256,25 +265,25 @@ def _ranking(side: str, judgements: Judgements | None, question_set: str | None)
     parts = [part for part in parts if part.questions == (question_set or sets[0])]
     if not parts:
         raise ConfigError(f"compare: {path} has no question set {question_set!r}; there are {', '.join(sets)}")
-    ranks: dict[str, list[float]] = {}
-    has_answers = any(rank is not None for part in parts for rank in part.answer_ranks)
+    answer_ranks, gold_ranks, gold_ndcgs = {}, {}, {}
     for part in parts:
-        for name, rank in zip(part.question_ids, part.answer_ranks if has_answers else part.gold_ranks):
-            if rank is not None:
-                ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
+        kinds = (answer_ranks, part.answer_ranks), (gold_ranks, part.gold_ranks), (gold_ndcgs, part.gold_ndcgs)
+        for values_of, values in kinds:
+            for name, value in zip(part.question_ids, values):
+                if value is not None:
+                    values_of.setdefault(name, []).append(value)
+    for ranks_of in (answer_ranks, gold_ranks):
+        for name, ranks in ranks_of.items():
+            ranks_of[name] = [rank + 1 if rank >= 0 else np.inf for rank in ranks]
+    ranks = answer_ranks or gold_ranks
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
-    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth)
+    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth, gold_ranks, gold_ndcgs)
 
 
 def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
     """Judge a ranking file: by the judgements of its questions' passages, else by its own marks. Questions without a
     relevant passage are omitted; judged questions that the file lacks have no passage that counts."""
-    if not path.is_file():
-        raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
-    read = _parquet if path.suffix == ".parquet" else _trec if _is_trec_run(str(path)) else _json
-    rows = list(read(path))
-    if not rows:
-        raise DataError(f"ranking {path} holds no question")
+    rows = read_ranked_ids(path)
     if judgements is not None:
         if any(row.id is None for row in rows):
             raise ConfigError(
@@ -294,66 +303,17 @@ def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
     else:
         for number, row in enumerate(rows, 1):
             if any(mark is None for _, mark in row.hits):
-                raise DataError(f"{path}, entry {number}: {UNKNOWN.format(row.text)}")
+                raise DataError(
+                    f"{path}, entry {number}: it is not known which passages answer {row.text!r}; {HOW_TO_JUDGE}"
+                )
         flags = [[bool(mark) for _, mark in row.hits] for row in rows]
     ranks = [[next((float(rank) for rank, flag in enumerate(own, 1) if flag), np.inf)] for own in flags]
     depth = max((1, *(len(row.hits) for row in rows)))
-    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {}, depth)
-
-
-def _trec(path: Path) -> Iterator[QuestionHits]:
-    """Order hits as trec_eval: by the score in 32 bits, then by id, both descending; it ignores ranks."""
-    rankings: dict[str, list[tuple[np.float32, str]]] = {}
-    for line in read_trec_run(path):
-        rankings.setdefault(line.question_id, []).append((np.float32(line.score), line.passage_id))
-    for question, hits in rankings.items():
-        yield QuestionHits(question, None, [(passage, None) for _, passage in sorted(hits, reverse=True)])
-
-
-def _parquet(path: Path) -> Iterator[QuestionHits]:
-    columns = ["question_id", "question", "rank", "passage_id", "has_answer"]
-    try:
-        names = pq.read_schema(path).names
-        if "gold_rank" in names:
-            systems = ", ".join(sorted({part.system for part in read_question_ranks(path)}))
-            raise ConfigError(f"compare: {path} holds the ranks of systems; give {path}:SYSTEM, one of {systems}")
-        if missing := [name for name in columns if name not in names]:
-            raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: it has no column {missing[0]!r}")
-        table = pq.read_table(path, columns=columns).sort_by("rank")
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
-    rows: dict[str, QuestionHits] = {}
-    for row in table.to_pylist():
-        own = rows.setdefault(row["question_id"], QuestionHits(row["question_id"], row["question"], []))
-        own.hits.append((row["passage_id"], row["has_answer"]))
-    yield from rows.values()
-
-
-def _json(path: Path) -> Iterator[QuestionHits]:
-    """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
-    if path.suffix == ".jsonl":
-        rows = []
-        for line in json_lines(path):
-            if isinstance(line, BadRow):
-                raise DataError(f"{line}; give a ranking of `mvr-ray retrieve` with format=jsonl")
-            rows.append(line.values)
-    else:
-        try:
-            rows = DECODER.decode(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8: {error}") from None
-        except ValueError as error:
-            raise DataError(f"{path}: {error}") from None
-    if isinstance(rows, dict):
-        rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        where = f"{path}, entry {number}"
-        is_row = isinstance(row, dict) and isinstance(row.get("question"), str)
-        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if is_row else None
-        if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
-            raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
-        names = [str(hit["docid"] if "docid" in hit else context_id(hit)) for hit in hits]
-        marks = [hit.get("has_answer") if row.get("answers") else None for hit in hits]
-        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], list(zip(names, marks)))
+    gold_ranks, gold_ndcgs = {}, {}
+    if judgements is not None:
+        names = [str(row.id) for row in rows]
+        gold_ranks = dict(zip(names, ranks))
+        if depth >= NDCG_CUTOFF:
+            lists, grades = [[i for i, _ in row.hits] for row in rows], [judgements.relevant[name] for name in names]
+            gold_ndcgs = {name: [value] for name, value in zip(names, ndcg(lists, grades, NDCG_CUTOFF).tolist())}
+    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {}, depth, gold_ranks, gold_ndcgs)

@@ -50,11 +50,14 @@ def _refine(run: "RunConfig", progress: "Progress") -> Any:
     return refine.refine(run, progress)
 
 
-def _evaluate(run: "RunConfig", progress: "Progress") -> Any:
-    """Measure the live version on the question sets of the run file."""
+def _evaluate(run: "RunConfig", progress: "Progress", ranking: str = "") -> Any:
+    """Measure the live version on the question sets of the run file.
+
+    `evaluate CONFIG ranking=FILE` measures another system's ranking of its passages instead, such as a TREC run.
+    """
     from mvr_ray.distributed import evaluate
 
-    return evaluate.evaluate(run, progress)
+    return evaluate.evaluate_ranking(run, ranking, progress) if ranking else evaluate.evaluate(run, progress)
 
 
 def _analyze(run: "RunConfig", progress: "Progress") -> Any:

@@ -77,9 +77,10 @@ def test_a_ranking_differs_from_its_own_first_hits_by_nothing_at_any_cut_off(tmp
         qrels.write_text("".join(f"q{i} 0 p{at} 1\n" for i, at in enumerate([0, 3, 10, 50] * 10)))
         caplog.clear()
         results = compare(shallow, deep, qrels=qrels)
-        assert [(row.metric, row.difference, row.p) for row in results] == [(f"top-{k}", 0, 1) for k in (1, 5, 20)]
+        metrics = ["top-1", "top-5", "top-20", "gold/mrr", "gold/ndcg@10"]
+        assert [(row.metric, row.difference, row.p) for row in results] == [(metric, 0, 1) for metric in metrics]
         assert caplog.messages == [f"cut-offs left out: k=100 ranking={shallow} depth=20"]
-        assert [row.metric for row in compare(deep, deep, qrels=qrels)] == ["top-1", "top-5", "top-20", "top-100"]
+        assert [row.metric for row in compare(deep, deep, qrels=qrels)] == [*metrics[:3], "top-100", *metrics[3:]]
         with pytest.raises(ConfigError, match=r"-k is 21, but .*shallow.* is known to rank only 20 passages"):
             compare(deep, shallow, [20, 21], qrels=qrels)
 
@@ -120,7 +121,8 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
             if "trec" not in (form, other):
                 assert compare(first, second, [1, 5]) == expected, (form, other)
             if "dpr" not in (form, other):
-                assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)
+                *by_cutoff, _ = compare(first, second, [1, 5], qrels=tmp_path / "qrels")
+                assert by_cutoff == expected, (form, other)
                 continue
             with pytest.raises(ConfigError) as refusal:
                 compare(first, second, [1, 5], qrels=tmp_path / "qrels")
@@ -169,7 +171,7 @@ def test_judgements_count_for_both_sides_in_place_of_answers(tmp_path: Path, for
     first, second = tmp_path / f"a.{form}", tmp_path / "b.jsonl"
     write_ranking(rows, first, form)
     write_ranking(rows, second, "jsonl")
-    [row] = compare(first, second, [1], qrels=tmp_path / "qrels")
+    row, _ = compare(first, second, [1], qrels=tmp_path / "qrels")
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
@@ -189,7 +191,7 @@ def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> 
     write_ranking(rows, tmp_path / "a.trec", "trec")
     qrels = tmp_path / "qrels"
     qrels.write_text("q0 0 right 1\nq0 0 other2 0\nq1 0 right 0\nq2 0 right -1\nunranked 0 right 2\n")
-    [row] = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
+    row, _ = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
@@ -198,7 +200,7 @@ def test_hits_of_every_form_are_judged_by_their_ids(tmp_path: Path, key: str) ->
     file, qrels = tmp_path / "a.json", tmp_path / "qrels"
     file.write_text(json.dumps([{"id": "q0", "question": "who?", "ctxs": [{key: "d2"}, {key: "d1"}]}]))
     qrels.write_text("q0 0 d1 1\n")
-    assert [row.first for row in compare(file, file, [1, 2], qrels=qrels)] == [0, 100]
+    assert [row.first for row in compare(file, file, [1, 2], qrels=qrels)] == [0, 100, 50]
 
 
 def test_judgements_that_cannot_judge_a_run_are_refused(tmp_path: Path) -> None:
@@ -234,9 +236,33 @@ def test_a_run_with_equal_scores_is_ranked_as_trec_eval_ranks_it(tmp_path_factor
     (folder / "run").write_text("".join(lines))
     (folder / "qrels").write_text(f"q 0 {relevant} 1\n")
     read_run, qrels = ir_measures.read_trec_run(str(folder / "run")), ir_measures.read_trec_qrels(str(folder / "qrels"))
-    [expected] = ir_measures.calc_aggregate([ir_measures.Success @ 1], list(qrels), list(read_run)).values()
-    [row] = compare(folder / "run", folder / "run", [1], qrels=folder / "qrels")
-    assert row.first == 100 * expected
+    measures = [ir_measures.Success @ 1, ir_measures.RR]
+    expected = ir_measures.calc_aggregate(measures, list(qrels), list(read_run))
+    rows = compare(folder / "run", folder / "run", [1], qrels=folder / "qrels")
+    assert [row.first for row in rows] == pytest.approx([100 * expected[measure] for measure in measures])
+
+
+def test_graded_judgements_of_two_runs_give_the_measures_of_trec_eval(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    names = [f"p{at}" for at in range(30)]
+    grades = rng.choice([0, 0, 0, 1, 2, 3], (20, len(names)))
+    grades[:, 0] = 1  # trec_eval leaves out questions without a relevant passage
+    qrels = tmp_path / "qrels"
+    qrels.write_text(
+        "".join(f"q{q} 0 {name} {own[at]}\n" for q, own in enumerate(grades) for at, name in enumerate(names))
+    )
+    for file in ("a", "b"):
+        scores = rng.integers(0, 8, grades.shape)
+        lines = (f"q{q} Q0 {name} 0 {own[at]} tag\n" for q, own in enumerate(scores) for at, name in enumerate(names))
+        (tmp_path / file).write_text("".join(lines))
+    rows = {row.metric: row for row in compare(tmp_path / "a", tmp_path / "b", [5], qrels=qrels)}
+    measures = {"top-5": ir_measures.Success @ 5, "gold/mrr": ir_measures.RR, "gold/ndcg@10": ir_measures.nDCG @ 10}
+    assert list(rows) == list(measures)
+    for side, file in (("first", "a"), ("second", "b")):
+        read = list(ir_measures.read_trec_qrels(str(qrels))), list(ir_measures.read_trec_run(str(tmp_path / file)))
+        expected = ir_measures.calc_aggregate(list(measures.values()), *read)
+        for metric, measure in measures.items():
+            assert getattr(rows[metric], side) == pytest.approx(100 * expected[measure]), (metric, side)
 
 
 FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}
@@ -331,7 +357,22 @@ def test_gold_passages_count_where_no_question_has_answers(ranks_file: Path) -> 
         compare(f"{file}:one vector", f"{file}:several: views", [1, 5], 0, None, "dev")
         for file in (ranks_file, gold_file)
     ]
-    assert rows[0] == rows[1] and rows[0][0].questions == 6
+    by_answers, (*by_gold, ranks) = rows
+    assert by_answers == by_gold and by_gold[0].questions == 6
+    reciprocals = [np.mean([1 / 2, 1 / 2, 0, 1, 1 / 5, 1 / 6]), np.mean([1, 1, 2 / 3, 1, 1 / 2, 0])]
+    assert (ranks.metric, ranks.first, ranks.second) == ("gold/mrr", *(pytest.approx(100 * one) for one in reciprocals))
+
+
+def test_questions_with_answers_and_gold_passages_are_compared_by_both(ranks_file: Path) -> None:
+    both = ranks_file.with_name("both.parquet")
+    parts = [part for part in read_question_ranks(ranks_file) if part.questions == "dev"][:2]
+    gold = {"gold_ranks": [0, 0, 1, -1, None, 9], "gold_ndcgs": [1, 1, 0.63, 0, None, 0.3]}
+    both.write_bytes(question_ranks_bytes([parts[0]._replace(**gold), parts[1]._replace(gold_ranks=[0] * 6)]))
+    one, several = f"{both}:one vector", f"{both}:several: views"
+    rows = compare(one, one, [1])
+    assert [(row.metric, row.questions) for row in rows] == [("top-1", 6), ("gold/mrr", 5), ("gold/ndcg@10", 5)]
+    assert [row.first for row in rows] == pytest.approx([100 / 6, 100 * (2 + 1 / 2 + 1 / 10) / 5, 58.6])
+    assert [(row.metric, row.second, row.questions) for row in compare(one, several, [1])[1:]] == [("gold/mrr", 100, 5)]
 
 
 def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it_holds(ranks_file: Path) -> None:

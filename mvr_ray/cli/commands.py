@@ -289,8 +289,9 @@ def init(
     _err(f"next: mvr-ray prepare {shlex.quote(str(file))}")
 
 
+_RANKING = "give ranking=FILE (a TREC run, or a ranking in dpr, pyserini, jsonl or parquet), or nothing"
 for _name, _work in STAGES.items():
-    stage_command(name=_name)(_work)
+    stage_command(_RANKING if _name == "evaluate" else "", name=_name)(_work)
 
 
 def _check_format(arguments: Mapping[str, str]) -> None:

@@ -56,7 +56,10 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             check_version(run, sets=[("refine.questions", label_set), *more])
         case "evaluate":
             sets = [("evaluate.questions", name) for name in run.evaluate.questions]
-            check_version(run, sets=[*sets, ("evaluate.hybrid", run.evaluate.hybrid)])
+            ranking = arguments.get("ranking")
+            if ranking:
+                _require_ranking(ranking)
+            check_version(run, sets=[*sets, ("evaluate.hybrid", None if ranking else run.evaluate.hybrid)])
         case "analyze":
             own = run.analyze.questions
             key = "analyze.questions" if own else "evaluate.questions"
@@ -68,10 +71,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "tune":
             check_version(run, sets=[("questions", arguments["questions"])])
         case "read":
-            if not resolve_path(arguments["ranking"]).is_file():
-                raise MissingInputError(
-                    f"ranking {arguments['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
-                )
+            _require_ranking(arguments["ranking"])
             find_model(run, READERS, run.read.reader)
         case "compact" | "reshard":
             check_version(run)
@@ -92,6 +92,11 @@ def ready_command(command: str, run: RunConfig) -> str:
         except MissingInputError:
             return ""
     return command
+
+
+def _require_ranking(name: str) -> None:
+    if not resolve_path(name).is_file():
+        raise MissingInputError(f"ranking {name} does not exist or is not a file; `mvr-ray retrieve` writes one")
 
 
 def _check_corpus(run: RunConfig, sets: Iterable[SettingOfSet]) -> None:

@@ -176,7 +176,7 @@ def _evaluate(report: Report, words: str) -> Summary:
     rows = report["rows"]
     verdict = f"evaluated: {version_text(report)}, {count_noun(report['passages'], 'passage')}"
     system = report.get("configured_system") or report["index"]
-    verdict += _ranked_by(report, system)
+    verdict += _ranked_by(report, report.get("ranking") or system)
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == system}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:

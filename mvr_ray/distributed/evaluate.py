@@ -8,8 +8,9 @@
 
 Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
 are not independent. Every search has at least 10 hits, for gold/ndcg@10; ranks are over the first max(k), as gold/mrr
-is. Only complete answers count: a version with an unavailable shard is not measured. A question that is a passage of
-the corpus itself (`own_passages`) is searched without that one.
+is. Only complete answers count: a version with an unavailable shard is not measurement. A question that is a passage of
+the corpus itself (`own_passages`) is searched without that one. `evaluate_ranking` measures the ranking of any program
+by the same figures.
 
 `tune` chooses the weight of the dense score in a hybrid search, on questions outside every reported figure. Each weight
 is tried with the exact production search. The best one has the most questions with a gold passage at rank 1; ties go to
@@ -19,13 +20,14 @@ reciprocal rank fusion.
 
 import itertools
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.config import EvaluateConfig, RunConfig
+from mvr_ray.config import EvaluateConfig, RunConfig, resolve_path
 from mvr_ray.core.judging.answers import AnswerMatcher, refuse_empty_answers, warn_of_runs
 from mvr_ray.core.judging.metrics import (
     NDCG_CUTOFF,
@@ -49,12 +51,14 @@ from mvr_ray.distributed.retrieve import (
 )
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
-from mvr_ray.errors import ConfigError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
+from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.questions import articles_of, own_passages, read_questions, require_gold_passages
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, IntArray, Progress, Question, no_progress
 
@@ -107,7 +111,8 @@ class EvaluationRow(NamedTuple):
 
 
 class EvaluationReport(NamedTuple):
-    """`configured_system` is the one of `rows` that `search` and `serve` rank by: with `search.hybrid`, the hybrid."""
+    """`configured_system` is the one of `rows` that `search` and `serve` rank by: with `search.hybrid`, the hybrid.
+    `ranking` is the file that was measured in place of the index; only its passages are those of the version."""
 
     index: str
     version: int
@@ -117,6 +122,7 @@ class EvaluationReport(NamedTuple):
     rows: list[EvaluationRow]
     ranks: list[QuestionRanks]
     configured_system: str = ""
+    ranking: str = ""
 
     def __repr__(self) -> str:
         """Show the figures, in percent, as a table; `pandas.DataFrame(report.rows)` has them as shares."""
@@ -151,25 +157,13 @@ def evaluate(
     base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-    sets = _configured_sets(corpus, settings) if sets is None else sets
-    if not any(question.answers or question.positive_ids for own in sets for question in own.questions):
-        raise ConfigError(
-            f"evaluate.questions: no question of {', '.join(own.name for own in sets)} has an answer or a gold "
-            f"passage, so there is nothing to measure; give answers or positive_ids, or rank passages alone by "
-            f"`mvr-ray retrieve`"
-        )
+    measurement = _Measurement(run, corpus, _configured_sets(corpus, settings) if sets is None else sets)
+    sets = measurement.sets
     tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid") if settings.hybrid else None
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
-    for name, questions in sets:
-        require_gold_passages(name, questions, corpus)
-        if run.retrieve.strict_answers:
-            refuse_empty_answers(questions, settings.match)
-        warn_of_runs(name, (question.answers for question in questions), settings.match)
-    articles = {name: articles_of(questions, corpus) for name, questions in sets}
-    own_ids = {name: own_passages(questions, corpus, run.prepare.sources) for name, questions in sets}
     rank = RankSettings(
-        k=search_depth(settings) + max(map(most_ids, own_ids.values())),
+        k=search_depth(settings) + max(map(most_ids, measurement.own_ids.values())),
         match=settings.match,
         refined_queries=run.retrieve.refined_queries,
         filter=checked_filter(run, corpus),
@@ -181,17 +175,10 @@ def evaluate(
         )
     if rank.refined_queries:
         warn_of_plain_queries(base, [own.name for own in sets])
-    results: list[SystemResult] = []
-
-    def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
-        for name, questions in sets:
-            own = list(itertools.islice(ranked_questions, len(questions)))
-            results.append(system_result(system, name, own, articles[name], settings, own_ids[name]))
-
     with open_router(run, base.version) as router:
-        measure(run.index.name, rank_questions(run, router, sets, rank, progress))
+        measurement.add(run.index.name, rank_questions(run, router, sets, rank, progress))
         if settings.bm25:
-            measure(BM25_SYSTEM, _rank_by_words(run, corpus, sets, rank, progress))
+            measurement.add(BM25_SYSTEM, _rank_by_words(run, corpus, sets, rank, progress))
         weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
             best = best_weight(try_weights(run, router, tuning_set, progress=progress))
@@ -199,7 +186,7 @@ def evaluate(
             weights.append(best.weight)
         for weight in dict.fromkeys(weight for weight in weights if weight is not None):
             ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
-            measure(system_name(weight), ranked_questions)
+            measurement.add(system_name(weight), ranked_questions)
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
         base.index,
@@ -207,10 +194,73 @@ def evaluate(
         base.encoder_fingerprint,
         base.num_passages,
         base.index_params["kind"] == "flat",
-        [row for result in results for row in result.rows],
-        [result.ranks for result in results],
+        *measurement.rows_and_ranks(),
         run.index.name if run.search.hybrid is None else system_name(run.search.hybrid),
     )
+
+
+def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progress) -> EvaluationReport:
+    """Measure a ranking file of any program, over the passages of the live version, on every set of
+    `evaluate.questions`, as `evaluate` measures the index. The system has the name of the file without its ending.
+
+    Questions that the file lacks have no hits. What lies below its deepest rank is not known, so deeper cut-offs are
+    left out, unless it ranks all passages. Raises ConfigError as `evaluate` does, and if no cut-off is left; DataError
+    for a file that ranks no question of a set, or a passage twice; MissingInputError for a passage of another corpus.
+    """
+    settings, store, path = run.evaluate, Store(run.store.path), resolve_path(ranking)
+    base = manifests.read(store, run.index.name)
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    measurement = _Measurement(run, corpus, _configured_sets(corpus, settings))
+    rows = read_ranked_ids(path)
+    depth = max(len(row.hits) for row in rows)
+    if depth < base.num_passages and (too_deep := sorted(k for k in {*settings.k, NDCG_CUTOFF} if k > depth)):
+        if depth < min(settings.k):
+            raise ConfigError(
+                f"evaluate.k is {min(settings.k)} or more, but {ranking} ranks only {count_noun(depth, 'passage')} a "
+                f"question; set a smaller evaluate.k, or rank more"
+            )
+        log.warning("cut-offs left out: k=%s ranking=%s depth=%d", ",".join(map(str, too_deep)), ranking, depth)
+        measurement.depth = depth
+    system = plain_name(path).stem
+    measurement.add(system, _rank_by_file(run, corpus, measurement.sets, rows, ranking, progress))
+    log.info("evaluated: ranking=%s index=%s version=%d", ranking, base.index, base.version)
+    figures = measurement.rows_and_ranks()
+    return EvaluationReport(base.index, base.version, "", base.num_passages, False, *figures, system, str(path))
+
+
+class _Measurement:
+    """Measures systems on question sets of a corpus. `depth` is that of the systems' rankings, None: as deep as needed.
+
+    Raises ConfigError without any label, MissingInputError for sets of another corpus.
+    """
+
+    def __init__(self, run: RunConfig, corpus: Corpus, sets: Sequence[QuestionSet]) -> None:
+        if not any(question.answers or question.positive_ids for own in sets for question in own.questions):
+            raise ConfigError(
+                f"evaluate.questions: no question of {', '.join(own.name for own in sets)} has an answer or a gold "
+                f"passage, so there is nothing to measure; give answers or positive_ids, or rank passages alone by "
+                f"`mvr-ray retrieve`"
+            )
+        for name, questions in sets:
+            require_gold_passages(name, questions, corpus)
+            if run.retrieve.strict_answers:
+                refuse_empty_answers(questions, run.evaluate.match)
+            warn_of_runs(name, (question.answers for question in questions), run.evaluate.match)
+        self.sets, self.settings = sets, run.evaluate
+        self.depth: int | None = None
+        self.articles = {name: articles_of(questions, corpus) for name, questions in sets}
+        self.own_ids = {name: own_passages(questions, corpus, run.prepare.sources) for name, questions in sets}
+        self.results: list[SystemResult] = []
+
+    def add(self, system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
+        """Measure a system by its hits for every question of every set, in order."""
+        for name, questions in self.sets:
+            own = list(itertools.islice(ranked_questions, len(questions)))
+            labels = self.articles[name], self.settings, self.own_ids[name]
+            self.results.append(system_result(system, name, own, *labels, self.depth))
+
+    def rows_and_ranks(self) -> tuple[list[EvaluationRow], list[QuestionRanks]]:
+        return [row for result in self.results for row in result.rows], [result.ranks for result in self.results]
 
 
 def _configured_sets(corpus: Corpus, settings: EvaluateConfig) -> list[QuestionSet]:
@@ -233,6 +283,41 @@ def _rank_by_words(
         yield from judge_hits(own.questions, index.search(own.texts, rank.k, progress), corpus, matcher)
 
 
+def _rank_by_file(
+    run: RunConfig,
+    corpus: Corpus,
+    sets: Sequence[QuestionSet],
+    rows: Sequence[QuestionHits],
+    ranking: str,
+    progress: Progress,
+) -> Iterator[RankedQuestion]:
+    """Yield every question with its hits in a ranking file, in order; questions are the same by id, by text where the
+    file has no ids."""
+    matcher = AnswerMatcher(run.evaluate.match)
+    has_ids = all(row.id is not None for row in rows)
+    ids_of = {row.id if has_ids else row.text: [passage_id for passage_id, _ in row.hits] for row in rows}
+    count, total = 0, sum(len(own.questions) for own in sets)
+    for name, questions in sets:
+        names = [question.id if has_ids else question.text for question in questions]
+        if num_missing := sum(one not in ids_of for one in names):
+            if num_missing == len(names):
+                raise DataError(
+                    f"{ranking} ranks none of the {count_noun(len(names), 'question')} of set {name!r} (first: "
+                    f"{names[0]!r}; the ranking's first: {next(iter(ids_of))!r}); rank these questions, or name the "
+                    f"set that it ranks by evaluate.questions"
+                )
+            log.warning("questions not ranked, which count as misses: %d of %d set=%s", num_missing, len(names), name)
+        for question, one in zip(questions, names):
+            ids = ids_of.get(one, [])
+            if len(ids) > len(set(ids)):
+                twice = next(passage_id for passage_id in ids if ids.count(passage_id) > 1)
+                raise DataError(f"{ranking}: question {one!r} ranks passage {twice!r} twice; keep the better rank")
+            hits = [Hit(passage_id, math.nan, -1, -1, -1) for passage_id in ids]
+            count += 1
+            progress("questions", count, total)  # first, as the caller asks for no question beyond the last one
+            yield from judge_hits([question], [hits], corpus, matcher)
+
+
 def search_depth(settings: EvaluateConfig) -> int:
     """Return the number of hits that the metrics of `system_result` need."""
     return max(*settings.k, NDCG_CUTOFF)
@@ -250,11 +335,12 @@ def system_result(
     article_of: Mapping[str, str],
     settings: EvaluateConfig,
     own_ids: Mapping[str, Collection[str]] = MappingProxyType({}),
+    depth: int | None = None,
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks over the first max(k) hits. `article_of`
     maps question ids to articles (`articles_of`), `own_ids` to the passages that are the questions themselves, so
-    no hits (`own_passages`)."""
-    ks = sorted(set(settings.k))
+    no hits (`own_passages`). Cut-offs beyond `depth` are left out."""
+    ks = sorted(k for k in set(settings.k) if depth is None or k <= depth)
     results = [
         row._replace(passages=[hit for hit in row.passages if hit.id not in own_ids.get(row.question.id, ())])
         for row in results
@@ -283,9 +369,10 @@ def system_result(
         if any(len(own) > 1 for own in gold):  # else it is top-k
             for k in ks:
                 add(f"gold/recall@{k}", recall(lists, gold, k), with_gold)
-        ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
-        gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
-        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)
+        if depth is None or depth >= NDCG_CUTOFF:
+            ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
+            gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
+            add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)
     ids = [row.question.id for row in results]
     question_ranks = QuestionRanks(
         system,
@@ -310,7 +397,8 @@ def mean_row(
 def judge_hits(
     questions: Sequence[Question], hits: Sequence[Sequence[Hit]], passages: Corpus, matcher: AnswerMatcher
 ) -> list[RankedQuestion]:
-    """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
+    """Mark each question's hits by whether their passage holds an answer (None for a question without answers). Raises
+    MissingInputError for a hit that the corpus lacks, as of another program."""
 
     def judge(question: Question, hit: Hit, text: str) -> RankedPassage:
         has_answer = matcher.has_answer(text, question.answers) if question.answers else None
@@ -319,6 +407,13 @@ def judge_hits(
     results: list[RankedQuestion] = []
     for question, own in zip(questions, hits, strict=True):
         texts = passages.get(hit.passage_id for hit in own)
+        if missing := next((hit.passage_id for hit in own if hit.passage_id not in texts), None):
+            is_chunked = passages.get([f"{missing}#0"])
+            hint = f"; it holds chunks of passages, such as {missing + '#0'!r}" if is_chunked else ""
+            raise MissingInputError(
+                f"question {question.id!r}: passage {missing!r} is not in corpus {passages.name!r}{hint}; rank the "
+                f"passages of this corpus, by their ids"
+            )
         results.append(RankedQuestion(question, [judge(question, hit, texts[hit.passage_id].text) for hit in own]))
     return results
 

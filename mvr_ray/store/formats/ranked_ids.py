@@ -1,0 +1,104 @@
+"""Read the ids of the passages in a ranking of any program: TREC run, DPR's or pyserini's JSON, JSON lines, Parquet."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.dpr import context_id
+from mvr_ray.store.formats.json_stream import DECODER
+from mvr_ray.store.formats.question_ranks import read_question_ranks
+from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.text_files import json_lines
+from mvr_ray.store.formats.trec import read_trec_run
+
+
+class QuestionHits(NamedTuple):
+    """Id and text of a question in a ranking file, None where the file has none, and its hits with "bears an answer",
+    best first."""
+
+    id: str | None
+    text: str | None
+    hits: list[tuple[str, bool | None]]
+
+
+def is_trec_run(name: str) -> bool:
+    """Return whether a file of this name is read as a TREC run."""
+    return Path(name).suffix not in (".parquet", ".jsonl", ".json")
+
+
+def read_ranked_ids(path: Path) -> list[QuestionHits]:
+    """Read the questions of a ranking file with their hits. Raises DataError for another kind of file."""
+    if not path.is_file():
+        raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
+    read = _parquet if path.suffix == ".parquet" else _trec if is_trec_run(path.name) else _json
+    rows = list(read(path))
+    if not rows:
+        raise DataError(f"ranking {path} holds no question")
+    return rows
+
+
+def _trec(path: Path) -> Iterator[QuestionHits]:
+    """Order hits as trec_eval: by the score in 32 bits, then by id, both descending; it ignores ranks."""
+    rankings: dict[str, list[tuple[np.float32, str]]] = {}
+    for line in read_trec_run(path):
+        rankings.setdefault(line.question_id, []).append((np.float32(line.score), line.passage_id))
+    for question, hits in rankings.items():
+        yield QuestionHits(question, None, [(passage, None) for _, passage in sorted(hits, reverse=True)])
+
+
+def _parquet(path: Path) -> Iterator[QuestionHits]:
+    columns = ["question_id", "question", "rank", "passage_id", "has_answer"]
+    try:
+        names = pq.read_schema(path).names
+        if "gold_rank" in names:
+            systems = ", ".join(sorted({part.system for part in read_question_ranks(path)}))
+            raise ConfigError(
+                f"{path} holds the ranks of systems, no passages; `mvr-ray compare` takes {path}:SYSTEM, one of "
+                f"{systems}"
+            )
+        if missing := [name for name in columns if name not in names]:
+            raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: it has no column {missing[0]!r}")
+        table = pq.read_table(path, columns=columns).sort_by("rank")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
+    rows: dict[str, QuestionHits] = {}
+    for row in table.to_pylist():
+        own = rows.setdefault(row["question_id"], QuestionHits(row["question_id"], row["question"], []))
+        own.hits.append((row["passage_id"], row["has_answer"]))
+    yield from rows.values()
+
+
+def _json(path: Path) -> Iterator[QuestionHits]:
+    """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
+    if path.suffix == ".jsonl":
+        rows = []
+        for line in json_lines(path):
+            if isinstance(line, BadRow):
+                raise DataError(f"{line}; give a ranking of `mvr-ray retrieve` with format=jsonl")
+            rows.append(line.values)
+    else:
+        try:
+            rows = DECODER.decode(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}") from None
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+    if isinstance(rows, dict):
+        rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        where = f"{path}, entry {number}"
+        is_row = isinstance(row, dict) and isinstance(row.get("question"), str)
+        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if is_row else None
+        if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+            raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
+        names = [str(hit["docid"] if "docid" in hit else context_id(hit)) for hit in hits]
+        marks = [hit.get("has_answer") if row.get("answers") else None for hit in hits]
+        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], list(zip(names, marks)))
