@@ -32,7 +32,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
-from mvr_ray.store.files import Store, without_keys
+from mvr_ray.store.files import Store, address_name, without_keys
 from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -42,6 +42,7 @@ from mvr_ray.store.questions import (
     checked_questions,
     require_gold_passages,
 )
+from mvr_ray.store.run_file import load_run_at
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
@@ -150,8 +151,8 @@ class Index:
         """
         location = _absolute(path)
         text = location if str(path).startswith("~") else str(path)
-        if text.endswith((".yaml", ".yml")):
-            run = load_run(text)
+        if address_name(text).endswith((".yaml", ".yml")):
+            run = load_run_at(text)
             has_run_file, base = True, run.model_dump(mode="json", exclude_unset=True)
             if name not in (None, run.index.name):
                 raise ConfigError(

@@ -203,9 +203,9 @@ def _load_run(
     config: str, overrides: Sequence[str] | None, print_config: bool = False, as_json: bool = False
 ) -> "RunConfig":
     """Read the run file. With `print_config`, print it and end the command."""
-    from mvr_ray.config import load_run
+    from mvr_ray.store.run_file import load_run_at
 
-    run = load_run(config, tuple(overrides or ()))
+    run = load_run_at(config, overrides or ())
     if not print_config:
         return run
     plain = run.model_dump(mode="json")

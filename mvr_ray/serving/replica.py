@@ -24,7 +24,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import APIType
 
 from mvr_ray import logs
-from mvr_ray.config import RunConfig, load_run
+from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import ConfigError, ResourceError, first_line
 from mvr_ray.serving.app import create_app
@@ -38,6 +38,7 @@ from mvr_ray.serving.reverse_proxy import ReverseProxy
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
+from mvr_ray.store.run_file import load_run_at
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     config: str
-    """Path of the run file on every node."""
+    """Path of the run file on every node, or its address on an object store."""
     overrides: list[str] = []
     """`section.key=value` each; they override the run file."""
     version: int | None = None
@@ -119,7 +120,7 @@ def app(args: AppArgs) -> serve.Application:
     ShardIndexError for a version without the words that `search.hybrid` needs."""
     from mvr_ray.distributed.router import require_words
 
-    run = load_run(args.config, args.overrides)
+    run = load_run_at(args.config, args.overrides)
     tokens = load_tokens(run)
     require_tokens(ANYWHERE, tokens)
     if run.search.hybrid is not None:

@@ -97,10 +97,7 @@ class Store:
     @property
     def name(self) -> str:
         """The root in messages: without the keys and options of its address."""
-        if "://" not in self.root:
-            return self.root
-        scheme, _, rest = self.root.partition("://")
-        return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+        return address_name(self.root)
 
     @property
     def full_name(self) -> str:
@@ -612,6 +609,22 @@ def make_folder(path: Path) -> None:
 def without_keys(text: str) -> str:
     """Remove the keys from the addresses of object stores in a text that others may read."""
     return _KEYS.sub(r"\1", text)
+
+
+def address_name(address: str) -> str:
+    """Return a path or an address as messages show it: without its keys and options."""
+    scheme, separator, rest = address.partition("://")
+    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}" if separator else address
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Split the address of a file or folder on an object store into that of the folder around it, with the options, and
+    the name. Raises ConfigError for one of a whole bucket."""
+    place, mark, options = address.partition("?")
+    folder, _, name = place.rstrip("/").rpartition("/")
+    if not name or "://" not in folder:
+        raise ConfigError(f"{address_name(address)} names no file or folder in its bucket; write s3://BUCKET/NAME")
+    return f"{folder}{mark}{options}", name
 
 
 def link_or_copy(source: Path, target: Path) -> None:
