@@ -25,7 +25,9 @@ from mvr_ray.store.formats.records import (
     question_record,
 )
 from mvr_ray.store.formats.rows import passage_of, question_of
-from mvr_ray.store.formats.sources import read_question_file
+from mvr_ray.store.formats.sources import DATA_ENDS, read_question_file
+from mvr_ray.store.formats.text_files import plain_name
+from mvr_ray.store.formats.text_folder import TEXT_ENDS
 from mvr_ray.types import Passage, Question
 
 BATCH_ROWS = 1024
@@ -38,24 +40,40 @@ _SCHEME = re.compile(r"hf:|\w+://")
 
 def sources_of(passages: Any) -> list[Mapping[str, Any]] | None:
     """Return entries of `prepare.sources` that are given instead of passages: one path, a list of `Path`s or of texts
-    that all name files, or a mapping with `path`; None for anything else.
+    that all name files or all look like paths, or a mapping with `path`; None for anything else.
 
-    Raises MissingInputError for a text that names neither a file nor a source elsewhere.
+    Raises MissingInputError for a path that names neither a file or folder nor a source elsewhere.
     """
     if isinstance(passages, Mapping) and "path" in passages:
         return [{**passages, "path": str(passages["path"])}]
-    if isinstance(passages, str) and not _SCHEME.match(passages) and not os.access(resolve_path(passages), os.R_OK):
-        raise MissingInputError(
-            f"passages is {passages!r:.80}, and no file or folder of this name can be read (working folder: "
-            f"{Path.cwd()}); correct the path, or give texts as a list"
-        )
     if isinstance(passages, str | Path):
-        split = {"split": "train"} if str(passages).startswith("hf:") else {}
-        return [{"path": str(passages), **split}]
+        return [_source_of(str(passages), "is", "give texts as a list")]
     is_list = isinstance(passages, list | tuple) and len(passages) > 0
-    if is_list and (all(isinstance(path, Path) for path in passages) or all(map(_names_file, passages))):
-        return [{"path": str(path)} for path in passages]
+    if is_list and any(all(map(names, passages)) for names in (_is_path, _names_file, _looks_like_path)):
+        return [_source_of(str(path), "has", "give such texts as (id, text)") for path in passages]
     return None
+
+
+def _source_of(path: str, verb: str, other_cure: str) -> dict[str, Any]:
+    """Return the entry of a file, a folder or a source elsewhere. Raises MissingInputError."""
+    if not _SCHEME.match(path) and not os.access(resolve_path(path), os.R_OK):
+        raise MissingInputError(
+            f"passages {verb} {path!r:.80}, and no file or folder of this name can be read (working folder: "
+            f"{Path.cwd()}); correct the path, or {other_cure}"
+        )
+    return {"path": path, **({"split": "train"} if path.startswith("hf:") else {})}
+
+
+def _is_path(passage: Any) -> bool:
+    return isinstance(passage, Path)
+
+
+def _looks_like_path(passage: Any) -> bool:
+    """Return whether a text is one word with a scheme, or with the ending of a file of data."""
+    if not isinstance(passage, str) or len(passage.split()) != 1:
+        return False
+    ending = plain_name(Path(passage)).suffix.lower()
+    return _SCHEME.match(passage) is not None or ending in (*DATA_ENDS, *TEXT_ENDS)
 
 
 def _names_file(passage: Any) -> bool:

@@ -55,7 +55,7 @@ from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, MvrRayError, PublishConflictError
 from mvr_ray.explanation import render_html
 from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -226,6 +226,24 @@ def test_files_are_given_by_paths_or_by_an_entry_of_sources(tmp_path: Path, monk
     assert sources_of("hf:owner/name") == [{"path": "hf:owner/name", "split": "train"}]
     [bad] = passage_records(iter([Path("a.jsonl")]))
     assert isinstance(bad, BadRow) and bad.reason.endswith("; give paths as a list")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("b.jsonl", "passages has 'b.jsonl', and no file or folder"),
+        ("data/*.parquet", r"passages has 'data/\*.parquet', and no file or folder"),
+        ("b.csv.gz", "passages has 'b.csv.gz', and no file or folder"),
+        ("s3://bucket/b.parquet", "source s3://bucket/b.parquet is in an object store; copy it to this machine"),
+    ],
+)
+def test_paths_of_which_one_is_no_file_are_never_taken_as_texts(tmp_path: Path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"id": "a", "text": "Text a."}\n')
+    for names in (["a.jsonl", name], [name, "a.jsonl"]):
+        with pytest.raises(MvrRayError, match=message):
+            Index.build(names, path=tmp_path / "store")
+    assert sources_of([f"{name} is a file", "a.jsonl"]) is None
 
 
 def test_an_index_of_a_file_with_other_names_is_built(tiny_backbone: Path, tmp_path: Path):
