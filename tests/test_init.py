@@ -149,8 +149,38 @@ def test_questions_beside_passages_are_split_and_evaluated(initialize, tmp_path:
     run, _, report = initialize("passages.jsonl", "asked.jsonl", "--output", "both.yaml")
     assert [source.passages for source in run.prepare.sources] == [True, False]
     assert run.evaluate.questions == ["questions_known", "questions_unseen"]
+    assert (run.train.questions, run.train.dev_questions) == ("questions_known", "questions_gate")
     assert run.refine.labels == "answers"
     assert report.questions["questions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "dev", "report"),
+    [
+        (("nq-dev", "nq-train"), "nq-dev", "nq-dev"),
+        (("train", "test", "dev"), "dev", "test"),
+        (("questions", "train-v1"), "questions", "questions"),
+    ],
+)
+def test_a_set_named_after_training_is_learned_from_and_the_others_measure(
+    initialize, tmp_path: Path, names: tuple[str, ...], dev: str, report: str
+) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    for name in names:
+        question = {"question": f"Which river of {name} is long?", "positive_ids": ["a"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(question) + "\n")
+    run, _, outcome = initialize("passages.jsonl", *(f"{name}.jsonl" for name in names))
+    [train] = {name for name in names if "train" in name}
+    assert (run.train.questions, run.train.dev_questions, run.refine.questions) == (train, dev, train)
+    assert (run.refine.gate, run.refine.report, run.evaluate.questions) == ([dev], [report], [report])
+    assert outcome.questions == dict.fromkeys(sorted(names), 1)
+
+
+def test_nothing_is_trained_on_questions_that_name_no_passage(initialize, tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "What is long?", "answers": ["Nile"]}) + "\n")
+    run, *_ = initialize("passages.jsonl", "asked.jsonl")
+    assert (run.refine.questions, run.train.questions, run.train.dev_questions) == ("questions_known", None, None)
 
 
 @pytest.mark.parametrize(("order", "labels"), [(("gold", "answers"), "gold"), (("answers", "gold"), "answers")])

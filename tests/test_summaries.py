@@ -181,7 +181,12 @@ def test_a_stage_ends_with_a_verdict_and_the_next_command(
 def test_after_a_training_comes_the_command_that_uses_the_model(folder: str, following: str) -> None:
     words = ("run.yaml", "train.task=reader", "train.reader=large", "read.batch=4")
     report = {"name": "large", "fingerprint": "ab", "folder": f"{folder}/large/ab", "epochs": []}
-    assert summarize("train", report, words).next == following
+    report |= {"questions": "train", "num_examples": 12_345}
+    summary = summarize("train", report, words)
+    assert summary.next == following
+    assert summary.verdict == "trained: large/ab\n  from 12,345 questions of train"
+    of_cloze = summarize("train", report | {"questions": None, "num_examples": 1}, words)
+    assert of_cloze.verdict == "trained: large/ab\n  from sentences of 1 passage"
 
 
 @pytest.mark.parametrize("method", ["query", "rocchio", "hybrid"])

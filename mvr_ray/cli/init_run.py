@@ -52,6 +52,8 @@ QUESTION_NAMES = {
 """The same for the ids of a file of questions alone, where a passage's id names the gold passage."""
 OWN_NAMES = {"id": ("id", "_id"), "text": ("text", "contents"), "answers": ("answers", "answer")}
 """Names that the readers of rows expect."""
+TRAINING_NAME, DEV_NAME = re.compile(r"(?<![a-z])train"), re.compile(r"(?<![a-z])(dev|val)")
+"""Parts of the names of question sets that say what the set is for."""
 
 
 class SourceSample(NamedTuple):
@@ -64,6 +66,7 @@ class SourceSample(NamedTuple):
     passages: list[PassageRecord]
     has_questions: bool
     has_answers: bool
+    has_positives: bool
     mean_words: float
     bad: str
     num_bytes: int
@@ -141,6 +144,7 @@ def sample_source(path: str) -> SourceSample:
         passages=passages,
         has_questions=bool(questions) or has_qrels,
         has_answers=any(question.answers for question in questions),
+        has_positives=has_qrels or any(question.positive_ids for question in questions),
         mean_words=sum(words) / max(1, len(words)),
         bad=next((str(record) for record in records if isinstance(record, BadRow)), _repeat(passages)),
         num_bytes=sum(file.stat().st_size for file in files),
@@ -276,6 +280,27 @@ def _question_sets(samples: Sequence[SourceSample]) -> dict[int, str]:
     return sets
 
 
+class QuestionUses(NamedTuple):
+    """Question sets by their use. `prepare.splits` makes them of `split_set`, if there is one."""
+
+    split_set: str | None
+    learning: str
+    gate: str
+    report: list[str]
+
+
+def _question_uses(names: Sequence[str]) -> QuestionUses:
+    """Learn from the set that is named after training where there are others to measure with, else from a part of the
+    first one."""
+    learning = next(filter(TRAINING_NAME.search, names), "")
+    others = [name for name in names if name != learning]
+    if learning and others:
+        gate = next(filter(DEV_NAME.search, others), others[0])
+        return QuestionUses(None, learning, gate, [name for name in others if name != gate] or [gate])
+    first = names[0]
+    return QuestionUses(first, f"{first}_known", f"{first}_gate", [f"{first}_unseen"])
+
+
 def _source_text(sample: SourceSample, set_name: str | None) -> str:
     """Return the lines of one source."""
     text = f"    - path: {_yaml_scalar(sample.path)}\n      format: {sample.format}\n"
@@ -307,25 +332,36 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     fields = "".join(f"    {_yaml_scalar(field)}: {kind}\n" for field, kind in types.items())
     if fields:
         fields = f"  fields:                            # for filters; take out what no search filters by\n{fields}"
-    splits = questions = ""
+    splits = training = questions = ""
     if set_names:
-        place, name_of_set = next(iter(set_names.items()))
-        splits = f"""\
+        uses = _question_uses([*set_names.values()])
+        sample_of = {own: samples[at] for at, own in set_names.items()}
+        sample = sample_of[uses.split_set or uses.learning]
+        if uses.split_set:
+            splits = f"""\
   splits:
-    - source: {name_of_set:<22} # becomes {name_of_set}_known, _gate, _other and _unseen
-      unseen_share: 0.33             # articles whose questions no refinement sees
+    - source: {uses.split_set:<22} # becomes {uses.split_set}_known, _gate, _other and _unseen
+      unseen_share: 0.33             # articles whose questions neither training nor refinement sees
       known_share: 0.6
       gate_share: 0.1
 """
-        labels = "" if samples[place].has_answers else LABELS_LINE
+        if sample.has_positives:
+            training = f"""
+train:                               # `mvr-ray train`, before `index`; without it, the backbone is used as it is
+  questions: {uses.learning:<23} # with their gold passages, and their hard negatives if they name some
+"""
+            if sample_of[uses.split_set or uses.gate].has_positives:
+                training += f"  dev_questions: {uses.gate:<19} # choose the best epoch\n"
+        labels = "" if sample.has_answers else LABELS_LINE
+        report = ", ".join(uses.report)
         questions = f"""
 refine:                              # from questions whose answers or passages are known
-  questions: {name_of_set}_known
-  gate: [{name_of_set}_gate]
-  report: [{name_of_set}_unseen]
+  questions: {uses.learning}
+  gate: [{uses.gate}]
+  report: [{report}]
 {labels}
 evaluate:
-  questions: [{name_of_set}_known, {name_of_set}_unseen]
+  questions: [{f"{uses.learning}, " * bool(uses.split_set)}{report}]
   bm25: true                         # for comparison
 """
     return f"""\
@@ -344,7 +380,7 @@ encoder:
   name: {name}
   strategy: snippet_means            # a view is the mean of a snippet's tokens; mean: one vector a passage
   num_views: 8{windows}
-
+{training}
 index:
   name: {name}
   kind: flat                         # exact; hnsw or faiss: approximate, for many millions of views

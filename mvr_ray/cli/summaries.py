@@ -74,7 +74,9 @@ def _train(report: Report, words: str) -> Summary:
     rows = [[epoch[name] for name in names] for epoch in epochs]
     tables = [table("epochs", [name.replace("_", " ") for name in names], rows)] if rows else []
     collapse = COLLAPSE * bool(epochs and epochs[-1].get("collapsed"))
-    verdict = f"trained: {report['name']}/{report['fingerprint']}{collapse}"
+    own, number = report["questions"], report["num_examples"]
+    source = f"{count_noun(number, 'question')} of {own}" if own else f"sentences of {count_noun(number, 'passage')}"
+    verdict = f"trained: {report['name']}/{report['fingerprint']}\n  from {source}{collapse}"
     kind = str(report["folder"]).partition("/")[0]
     other_words = shlex.join(word for word in shlex.split(words) if not word.startswith("train."))
     next_commands = {

@@ -36,7 +36,7 @@ from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
 from mvr_ray.errors import ConfigError, FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import latest_fingerprint, record_latest
 from mvr_ray.store.scratch import scratch_folder
@@ -53,13 +53,16 @@ LOOPS: dict[str, type[StepLoop]] = {loop.kind.task: loop for loop in (RetrieverL
 
 
 class TrainedModel(NamedTuple):
-    """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch."""
+    """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch. It learned from
+    `num_examples` of the set `questions`, or of the corpus's passages where that is None."""
 
     name: str
     fingerprint: str
     folder: str
     metrics: dict[str, float]
     epochs: list[Any]
+    questions: str | None
+    num_examples: int
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
@@ -70,8 +73,14 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     """
     loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
     with torch_threads(run.resources.threads):
-        corpus_digest = Corpus.open(store, run.prepare.corpus).digest
-        job = loop.open_job(run, corpus_digest)
+        corpus = Corpus.open(store, run.prepare.corpus)
+        if run.train.questions is None and (names := question_sets(corpus)):
+            log.warning(
+                "training learns from sentences of the passages alone, since train.questions is not set; question sets "
+                "of the corpus: %s",
+                ", ".join(names),
+            )
+        job = loop.open_job(run, corpus.digest)
         try:
             latest_fingerprint(store, loop.kind, job.name)
         except StorageError as error:  # a damaged record is replaced, one of a newer program is not
@@ -79,17 +88,17 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
                 raise
         if record := _finished_record(loop, store, job):
             job.checkpoints.clear()  # as a command does not that is killed when it has written the record
-            return _make_latest(loop, store, job.name, record)
+            return _make_latest(loop, store, job, record)
         log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
         if workers:
-            state = _train_on_workers(run, corpus_digest, job.checkpoints.folder, progress)
+            state = _train_on_workers(run, corpus.digest, job.checkpoints.folder, progress)
         else:
             state = loop(job, progress, _own_device(run)).run()
         record = _finished_record(loop, store, job)
         if not record:  # no other process has finished the same training meanwhile
             record = _save(loop, store, job, state)
             _save_snapshots(loop, store, job)
-        snapshot = _make_latest(loop, store, job.name, record)
+        snapshot = _make_latest(loop, store, job, record)
         job.checkpoints.finish(record)
         return snapshot
 
@@ -140,12 +149,18 @@ def _save_snapshots(loop: type[StepLoop], store: Store, job: TrainingJob) -> Non
         record_latest(store, loop.kind, own, {**record, "epochs": [], **_backbone_of(job.run)})
 
 
-def _make_latest(loop: type[StepLoop], store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
+def _make_latest(loop: type[StepLoop], store: Store, job: TrainingJob, record: Mapping[str, Any]) -> TrainedModel:
     """Record a model as the newest of its name."""
-    record_latest(store, loop.kind, name, record)
-    epochs = [loop.epoch(**epoch) for epoch in record["epochs"]]
-    folder = paths.model_dir(loop.kind.store_dir, name, record["fingerprint"])
-    return TrainedModel(name, record["fingerprint"], folder, record["metrics"], epochs)
+    record_latest(store, loop.kind, job.name, record)
+    return TrainedModel(
+        name=job.name,
+        fingerprint=record["fingerprint"],
+        folder=paths.model_dir(loop.kind.store_dir, job.name, record["fingerprint"]),
+        metrics=record["metrics"],
+        epochs=[loop.epoch(**epoch) for epoch in record["epochs"]],
+        questions=job.run.train.questions,
+        num_examples=len(job.examples),
+    )
 
 
 def _own_device(run: RunConfig) -> torch.device:

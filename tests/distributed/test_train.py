@@ -288,6 +288,17 @@ def test_a_snapshot_behind_the_last_step_is_refused_before_training(store_path):
 
 
 @pytest.mark.data
+def test_a_training_that_leaves_the_questions_of_its_corpus_out_says_so(store_path, caplog):
+    steps = {"batch_questions": 4, "max_steps": 1}
+    with_labels = train(run_of(store_path, {"questions": "tiny", **steps}, {"name": "labels", **QUICK}))
+    assert (with_labels.questions, with_labels.num_examples) == ("tiny", 6)
+    assert "train.questions is not set" not in caplog.text
+    without = train(run_of(store_path, {"questions": None, **steps}, {"name": "sentences", **QUICK}))
+    assert (without.questions, without.num_examples) == (None, only_corpus(Store(str(store_path))).num_passages)
+    assert "train.questions is not set; question sets of the corpus: " in caplog.text and "tiny" in caplog.text
+
+
+@pytest.mark.data
 def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     run = run_of(store_path, {"questions": "tiny", "batch_questions": 4, "max_steps": 1}, {"name": "once", **QUICK})
     calls: list[int] = []
