@@ -24,6 +24,22 @@ class SearchHits(list[PassageHit]):
         self.exact: Exactness = response.exact
         """Whether the hits are certified to be those of exhaustive search."""
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The hits as flat rows, for a frame: question, rank, id, score, title, snippet, text, view, and each field.
+
+            pandas.DataFrame(row for hits in index.search(questions) for row in hits.rows)
+
+        A field of the name of another column, such as `score`, is the column `fields.score`.
+        """
+        return [self._row(rank, hit) for rank, hit in enumerate(self, 1)]
+
+    def _row(self, rank: int, hit: PassageHit) -> dict[str, Any]:
+        row = {"question": self.question, "rank": rank, "id": hit.id, "score": hit.score, "title": hit.title}
+        row |= {"snippet": hit.snippet and hit.snippet.text, "text": hit.text, "view": hit.view}
+        fields = hit.fields or {}
+        return row | {f"fields.{name}" if name in row else name: value for name, value in fields.items()}
+
     def __repr__(self) -> str:
         lines = [self.question]
         for rank, hit in enumerate(self, 1):

@@ -8,9 +8,11 @@ wiki/run.yaml "..."` searches the same index. The stages are those of the comman
 passages they run in this process, without Ray.
 """
 
+import builtins
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -95,13 +97,13 @@ class Index:
         model: str | Path = "all-MiniLM-L6-v2",
         path: str | Path = "index",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
-        progress: Progress | bool = False,
+        progress: Progress | bool | None = None,
     ) -> Self:
         """Embed and index passages, and publish them as the live version of the store at `path`.
 
             Index.build(["A first text.", "A second one."], path="texts")
             Index.build([{"id": "p1", "title": "Nile", "text": "...", "year": 1958}], path="rivers")
-            Index.build(pandas.read_csv("passages.csv"), model="thenlper/gte-base", path="csv", progress=True)
+            Index.build(pandas.read_csv("passages.csv"), model="thenlper/gte-base", path="csv")
 
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, documents of LangChain, nodes of
         LlamaIndex, a pandas or polars frame, an Arrow table, a Hugging Face dataset, or files: a path, a list of paths,
@@ -109,7 +111,8 @@ class Index:
         (docs/formats.md). Rows are streamed. What a row has besides id, title and text is kept for filters. `model` is
         a folder, a Hugging Face name or `package:NAME/path`; the default reads English. `settings` are sections of a
         run file, such as `{"encoder": {"num_views": 4}}`.
-        `progress`, here and in other methods: True shows it on stderr; a callback gets (what, count, total).
+        `progress`, here and in other methods: True shows it on stderr, as None does on a terminal and in IPython; False
+        shows none; a callback gets (what, count, total).
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
         an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
@@ -242,7 +245,7 @@ class Index:
         """Return the best `k` passages of a question, or of each of several questions or vectors_QD of its encoder.
 
             hits = index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
-            table = pandas.DataFrame(hit.model_dump() for hit in hits)
+            table = pandas.DataFrame(hits.rows)
 
         `filter` is an expression over the fields of passages (docs/filters.md). `hybrid` w ranks by BM25 + w times the
         score, "rrf" by the ranks in both, "off" by the score alone; absent: as `search.hybrid` of the settings says. It
@@ -302,7 +305,7 @@ class Index:
         with self._router.pin() as router:
             return router.passages([str(one) for one in rows.ids_of(ids)])
 
-    def upsert(self, passages: Any, *, progress: Progress | bool = False) -> Manifest:
+    def upsert(self, passages: Any, *, progress: Progress | bool | None = None) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
             index.upsert([{"id": "p2", "text": "A new text."}])
@@ -313,12 +316,14 @@ class Index:
         with _progress_callback(progress) as callback:
             return self._change(rows.upsert_records(passages), callback)
 
-    def delete(self, ids: PassageId | Iterable[PassageId], *, progress: Progress | bool = False) -> Manifest:
+    def delete(self, ids: PassageId | Iterable[PassageId], *, progress: Progress | bool | None = None) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing. Raises as `upsert` does."""
         with _progress_callback(progress) as callback:
             return self._change(rows.deletion_records(ids), callback)
 
-    def refine(self, questions: Any = None, *, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
+    def refine(
+        self, questions: Any = None, *, progress: Progress | bool | None = None, **settings: Any
+    ) -> "RefineReport":
         """Learn from questions with answers (or, with labels="gold", gold passages), else from the feedback of
         `add_feedback`.
 
@@ -399,7 +404,7 @@ class Index:
         k: int | Sequence[int] = (1, 5, 20, 100),
         *,
         hybrid: Hybrid = None,
-        progress: Progress | bool = False,
+        progress: Progress | bool | None = None,
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal
@@ -437,7 +442,8 @@ class Index:
             raise MissingInputError(f"{error}, or give the name of a stored set (there are: {known_names})") from None
 
     def versions(self) -> list[VersionInfo]:
-        """List the published versions, oldest first; the last one is live."""
+        """List the published versions, oldest first; the last one is live. As a frame:
+        `pandas.DataFrame(version.model_dump() for version in index.versions())`."""
         return versions.act(self.run, "list", None)
 
     def rollback(self, version: int) -> RollbackReport:
@@ -535,8 +541,12 @@ class Index:
 
 
 @contextmanager
-def _progress_callback(progress: Progress | bool) -> Iterator[Progress]:
-    """Return a callback as it is; for True one that shows progress on stderr, for False none."""
+def _progress_callback(progress: Progress | bool | None) -> Iterator[Progress]:
+    """Return a callback as it is; for True one that shows progress on stderr, for False none. None is True on a
+    terminal and in IPython."""
+    if progress is None:
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        progress = is_terminal or hasattr(builtins, "__IPYTHON__")
     if not isinstance(progress, bool):
         yield progress
     elif progress:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import date, datetime, time
 from decimal import Decimal
 from html import unescape
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from threading import Event
@@ -40,6 +41,7 @@ from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api import index as api_index
+from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
@@ -57,6 +59,7 @@ from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, MvrRayError, PublishConflictError
 from mvr_ray.explanation import render_html
+from mvr_ray.serving.schemas import SearchResponse
 from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
@@ -1187,6 +1190,39 @@ def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsy
     calls: list[tuple[str, int, int]] = []
     index.delete("p1", progress=lambda *call: calls.append(call))
     assert ("build shards", 3, 3) in calls and capsys.readouterr().err == ""
+
+
+def test_progress_is_shown_by_default_on_a_terminal_and_in_ipython(index: Index, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.__IPYTHON__", True, raising=False)  # as IPython does
+        index.delete("p1")
+    assert "build shards: 3 of 3" in capsys.readouterr().err
+    terminal = StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(terminal, "isatty", lambda: True)
+        patch.setattr(sys, "stderr", terminal)
+        index.delete("p2")
+    assert "build shards" in terminal.getvalue()
+
+
+def test_the_rows_of_hits_are_a_flat_frame_and_no_field_replaces_a_column(index: Index):
+    index.upsert([{**ROWS[1], "text": "The tower of queen 77.", "year": None}])
+    hits = index.search("Who is queen 77?", 3)
+    frame = pandas.DataFrame(hits.rows)
+    own_columns = ["question", "rank", "id", "score", "title", "snippet", "text", "view"]
+    assert list(frame.columns) == [*own_columns, "opened", "year"]
+    assert list(frame["id"]) == [hit.id for hit in hits] and list(frame["rank"]) == [1, 2, 3]
+    first = frame[frame["id"] == "p1"].iloc[0]
+    assert (first["text"], first["opened"], pandas.isna(first["year"])) == (
+        "The tower of queen 77.",
+        "1950-01-02",
+        True,
+    )
+    assert first["snippet"] in first["text"] and set(frame["question"]) == {"Who is queen 77?"}
+    hit = hits[0].model_copy(update={"fields": {"score": 7, "hue": "red"}, "snippet": None})
+    response = SearchResponse.model_construct(version=1, exact=hits.exact)
+    [row] = SearchHits("q", [hit], response).rows
+    assert (row["score"], row["fields.score"], row["hue"], row["snippet"]) == (hit.score, 7, "red", None)
 
 
 def test_each_question_has_an_id_of_its_own_and_one_that_occurs_twice_is_refused(index: Index):
