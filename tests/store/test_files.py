@@ -26,7 +26,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store import objects
-from mvr_ray.store.files import Store, cached_sha256_of, finished_file
+from mvr_ray.store.files import Store, cached_sha256_of, finished_file, sha256_of
 
 
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
@@ -296,15 +296,18 @@ def test_an_object_that_is_replaced_while_its_pieces_are_fetched_is_no_mixture(s
 
 
 def test_an_object_may_take_longer_to_arrive_than_the_service_may_be_silent(s3_server, tmp_path: Path, monkeypatch):
-    limits = {name: "1s" if value == "60s" else value for name, value in objects.CLIENT.items()}
+    """3.2 s, in pieces with pauses of 0.1 s, where 3 s of silence are too much."""
+    limits = {name: "3s" if value == "60s" else value for name, value in objects.CLIENT.items()}
     monkeypatch.setattr(objects, "CLIENT", limits)
     monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "retry_timeout": timedelta(seconds=0.5)})
+    monkeypatch.setattr(s3_server, "PIECE_BYTES", 1 << 17)
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
-    with s3_server.serve(s3_server.Script([], [], pause_s=0.4)) as root:
+    with s3_server.serve(s3_server.Script([], [], pause_s=0.1)) as root, ThreadPoolExecutor(2) as pool:
         store = Store(root)
-        store.write_bytes("large", bytes(4 << 20))
-        assert store.local_path("large").stat().st_size == 4 << 20
-        assert store.sha256("large") == hashlib.sha256(bytes(4 << 20)).hexdigest()
+        store.write_bytes("large", bytes(32 * s3_server.PIECE_BYTES))
+        digest = pool.submit(store.sha256, "large")
+        local = store.local_path("large")
+        assert sha256_of(local) == digest.result() == hashlib.sha256(bytes(32 * s3_server.PIECE_BYTES)).hexdigest()
 
 
 def test_a_file_moves_in_and_a_changed_one_is_seen_through_the_cache(store: Store, tmp_path: Path):
