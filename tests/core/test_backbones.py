@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from mvr_ray.core.encoding.backbones import open_tower
 from mvr_ray.core.encoding.tower import KINDS
-from mvr_ray.errors import EncoderError
+from mvr_ray.core.reading.cross_encoder import CrossEncoder
+from mvr_ray.core.reading.reader import Reader
+from mvr_ray.errors import EncoderError, MvrRayError
 
 
 @pytest.fixture
@@ -194,6 +197,35 @@ def test_no_code_of_a_model_folder_is_run(copy, tmp_path, change, message):
         assert open_tower(str(copy)).dimension == 16
     assert not trace.exists()
     assert not {"modeling_own", "tokenization_own", "configuration_own"} & set(sys.modules)
+
+
+def own_type(folder: Path) -> None:
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}
+    (folder / "config.json").write_text(json.dumps(own))
+
+
+def own_tokenizer(folder: Path) -> None:
+    """Of a model for which transformers has no tokenizer."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    transformers.ViTModel(transformers.ViTConfig(**sizes)).save_pretrained(folder)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+
+
+@pytest.mark.parametrize(
+    ("open_model", "change"),
+    [(Reader.open, own_type), (CrossEncoder.open, own_type), (open_tower, own_tokenizer)],
+    ids=["reader", "cross-encoder", "tokenizer"],
+)
+def test_transformers_does_not_ask_whether_to_run_code_of_a_folder(copy, tmp_path, monkeypatch, open_model, change):
+    """Where it has no class of its own, and nothing says whether code may run, it asks at the terminal."""
+    prompts: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or "y")
+    (copy / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\nclass Own: pass\n")
+    change(copy)
+    with pytest.raises(MvrRayError, match=re.escape(str(copy))):
+        open_model(str(copy))
+    assert not prompts and not (tmp_path / "trace").exists()
 
 
 def test_the_payload_that_no_folder_runs_does_run_where_it_is_unpickled(tmp_path):

@@ -113,7 +113,7 @@ def read_config(folder: str, what: str, error_type: type[MvrRayError]) -> Any:
     """Read the settings of a model, without its weights. Raises `error_type` where there are none."""
     _model_type(folder, what, error_type)
     with quiet_transformers(), translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type):
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _require_model(folder: str, what: str, error_type: type[MvrRayError]) -> None:
@@ -181,10 +181,9 @@ def _load(
         quiet_transformers(),
         translate_load_errors(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", error_type),
     ):
-        model, info = factory.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **location, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, **location)
+        own: Any = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+        model, info = factory.from_pretrained(path, output_loading_info=True, **own, **location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
     if tokenizer is None or not tokenizer.is_fast:
         raise error_type(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
     words, num_words = model.get_input_embeddings(), tokenizer.vocab_size
