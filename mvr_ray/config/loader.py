@@ -59,6 +59,8 @@ def parse_yaml(text: str) -> Any:
         raise
     except (ValueError, TypeError, RecursionError) as error:  # of yaml's constructors: a date of month 13
         raise yaml.YAMLError(str(error)) from None
+    except (LookupError, AttributeError):  # of the same, as of `!!bool maybe`
+        raise yaml.YAMLError("a value does not fit its tag, such as !!bool") from None
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from mvr_ray.store.formats.text_files import open_text, plain_name
 MARKDOWN_ENDS = (".md", ".markdown")
 TEXT_ENDS = (".txt", *MARKDOWN_ENDS)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
-_HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+)[ \t]*(?:\n|\Z)")
+_HEADING = re.compile(r"\s*#{1,6}[ \t]+(\S.*)(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+)[ \t]*(?:\n|\Z)")
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -43,7 +43,11 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
     title, extras = "", {}
     if match := _FRONT_MATTER.match(text):
         try:
-            extras = parse_yaml(f"\n{match[1]}") or {}  # lines are those of the file
+            front_matter = f"\n{match[1]}"  # lines are those of the file
+            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(front_matter)):  # text of any length
+                yield BadRow(where, "the front matter between the lines `---` has aliases (*name); write values out")
+                return
+            extras = parse_yaml(front_matter) or {}
         except yaml.YAMLError as error:
             line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
             yield BadRow(f"{path}:{line}", "the front matter between the lines `---` is not valid YAML")
@@ -57,10 +61,17 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
         title, text = str(extras.pop("title", None) or ""), text[match.end() :]
     plain = plain_name(path)
     if not title and plain.suffix.lower() in MARKDOWN_ENDS and (heading := _HEADING.match(text)):
-        title, text = (heading[1] or heading[2]).strip(), text[heading.end() :]
+        title, text = _title_of(heading), text[heading.end() :]
     text = text.strip("\n")
     if not text.strip():
         yield DroppedRow(where, "a file without text", is_passage=True)
         return
     extras = {str(key): value for key, value in extras.items()}
     yield passage_record(name, title or plain.stem, text, where, extras=extras)
+
+
+def _title_of(heading: re.Match[str]) -> str:
+    """Return the text of a heading, without the marks that may close it, as in `# Title ##`."""
+    title = (heading[1] or heading[2]).strip()
+    bare = title.rstrip("#")
+    return bare.strip() if heading[1] and bare.endswith((" ", "\t")) else title

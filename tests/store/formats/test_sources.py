@@ -5,8 +5,10 @@ import csv
 import functools
 import gzip
 import io
+import itertools
 import json
 import os
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -729,6 +731,14 @@ def test_a_link_from_a_folder_of_texts_to_a_file_outside_is_a_bad_row(write: Wri
     assert [passage.text for passage in passages(records)].count("A text.") == 2 and len(records) == 4
 
 
+def test_a_heading_with_many_blanks_is_read_at_once(write: Write):
+    blanks = 10_000 * " "
+    path = write("notes/a.md", f"# a{blanks}b{blanks}##\ntext\n")
+    start_s = time.perf_counter()
+    assert passages(read(path.parent)) == [Passage("a.md", f"a{blanks}b", "text")]
+    assert time.perf_counter() - start_s < 1
+
+
 def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCaptureFixture):
     for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/corpus.jsonl.zst", "logo.png", ".git/index"):
         write(f"docs/{name}", "text\n")
@@ -743,6 +753,10 @@ def test_text_files_that_cannot_be_used_are_named(write: Write):
     write("notes/a.md", "---\ntitle: [\n---\ntext\n")
     write("notes/b.md", "---\n- a list\n---\ntext\n")
     write("notes/b2.md", "---\ndate: 2024-02-30\n---\ntext\n")
+    for number, value in enumerate(("!!bool maybe", '!!int ""', "!!timestamp x")):
+        write(f"notes/b4-{number}.md", f"---\ntitle: {value}\n---\ntext\n")
+    nested = "".join(f"{name}: &{name} [{9 * f'*{before}, '}]\n" for before, name in itertools.pairwise("abcdefghi"))
+    write("notes/b5.md", f"---\na: &a [x]\n{nested}title: *i\n---\ntext\n")  # as a text of 9^9 items
     write("notes/b3.md", "---\nyear: 1950\ntitle: Alps\nyear: 1960\n---\ntext\n")
     root = write("notes/c.txt", b"caf\xe9\n").parent
     assert bad(read(root)) == [
@@ -750,6 +764,8 @@ def test_text_files_that_cannot_be_used_are_named(write: Write):
         "notes/b.md:1: the front matter between the lines `---` is not a mapping in YAML",
         "notes/b2.md:1: the front matter between the lines `---` is not valid YAML",
         "notes/b3.md:1: the front matter between the lines `---`: key 'year' occurs twice, in lines 2 and 4; keep one",
+        *(f"notes/b4-{n}.md:1: the front matter between the lines `---` is not valid YAML" for n in range(3)),
+        "notes/b5.md:1: the front matter between the lines `---` has aliases (*name); write values out",
         "notes/c.txt:1: text is not valid UTF-8: 'caf\\udce9'",
     ]
 
