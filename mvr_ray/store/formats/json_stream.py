@@ -9,6 +9,7 @@ Python keeps the last one.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -25,8 +26,8 @@ _SPACE = " \t\n\r"
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        key = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        key = next(key for key in counts if counts[key] > 1)
         raise ValueError(f"an object has the key {key!r:.40} twice; remove or rename one")
     return values
 

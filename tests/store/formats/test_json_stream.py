@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def test_a_key_that_an_object_has_twice_is_told_with_its_line(tmp_path: Path):
     reader = JsonReader(io.StringIO(f"[{text.replace('}}', '}},', 1)}]"), "f.json")
     with pytest.raises(DataError, match=rf"^f\.json:2: {message}"):
         list(reader.items())
+
+
+def test_of_many_keys_the_one_that_is_there_twice_is_found_at_once(tmp_path: Path):
+    keys = ", ".join(f'"{number}": 0' for number in [*range(20_000), 19_999])
+    (tmp_path / "f.jsonl").write_text(f"{{{keys}}}\n")
+    start_s = time.perf_counter()
+    [row] = json_lines(tmp_path / "f.jsonl")
+    assert "an object has the key '19999' twice" in row.reason
+    assert time.perf_counter() - start_s < 1
 
 
 @pytest.mark.parametrize("text", ["[1, 2] 3", "[1 2]", "[1,]", "{}", "[1, 2", ""])
