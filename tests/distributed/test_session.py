@@ -9,8 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 import ray
@@ -24,6 +27,43 @@ from mvr_ray.errors import ResourceError
 def cluster(*sizes: tuple[float, float], can_grow: bool = False) -> ClusterInfo:
     nodes = tuple(Node(cpus, gpus) for cpus, gpus in sizes)
     return ClusterInfo(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes, can_grow)
+
+
+def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
+    starts = [Event(), Event()]
+    state = {"sessions": 0, "starts": 0}
+
+    @contextmanager
+    def private(*_: object) -> Iterator[None]:
+        starts[state["starts"]].set()
+        state["starts"] += 1
+        starts[1].wait(0.3)  # the other thread would start a session now
+        state["sessions"] += 1
+        yield
+        state["sessions"] = 0
+
+    def use(is_first: bool) -> int:
+        with connect(ResourcesConfig()):
+            if is_first:
+                both_connected.wait(20)
+            else:
+                both_connected.set()
+                first.result(20)
+            return state["sessions"]
+
+    both_connected = Event()
+    monkeypatch.setattr(session, "_session", ExitStack())
+    monkeypatch.setattr(session, "_num_users", 0)  # other tests of this process may have joined a cluster
+    monkeypatch.setattr(session, "_private", private)
+    monkeypatch.setattr(session, "in_ray", lambda: state["sessions"] > 0)
+    monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(use, True)
+        assert starts[0].wait(20)
+        second = pool.submit(use, False)
+        assert (first.result(20), second.result(20)) == (1, 1)
+    assert state == {"sessions": 0, "starts": 1}
 
 
 def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):

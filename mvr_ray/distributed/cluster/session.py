@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -63,6 +64,8 @@ _LEAVE_S = 30.0
 _HEAD_CHECK_S = 5.0
 T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
+_session, _num_users, _session_lock = ExitStack(), 0, threading.RLock()
+"""The session that this process entered, the number of its users, and the lock of both."""
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
 
 
@@ -142,7 +145,8 @@ def connect(
     """Enter a Ray session: the current one, the cluster of `address` or RAY_ADDRESS, else a private one.
 
     Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. The exit,
-    also by Ctrl-C, leaves only a cluster that was joined or started here. `dashboard` is for Ray Train and the state
+    also by Ctrl-C, leaves only a cluster that was joined or started here, and only the last exit of several that
+    overlap: threads, and indexes that are open at once, share a session. `dashboard` is for Ray Train and the state
     API on a private cluster. Raises ResourceError when the cluster cannot be reached or started, or cannot place the
     needs (`require`).
     """
@@ -156,13 +160,30 @@ def connect(
                 )
             for name, value in _ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            if not in_ray():
-                joins = f"joining the Ray cluster at {address}"
-                _say.get()(joins if address else "starting Ray on this machine, which takes seconds")
-                stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
+            enter = partial(_join_cluster, address) if address else partial(_private, resources, dashboard)
+            stack.enter_context(_share_session(enter))
         info = describe(resources)
         require(info, needs)
         yield info
+
+
+@contextmanager
+def _share_session(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter a session unless this process is in one. The last of those who use it here leaves it, unless other code
+    had entered it."""
+    global _num_users
+    with _session_lock:
+        is_own = _num_users > 0 or not in_ray()
+        if not in_ray():
+            _session.enter_context(enter())
+        _num_users += is_own
+    try:
+        yield
+    finally:
+        with _session_lock:
+            _num_users -= is_own
+            if is_own and not _num_users:
+                _session.close()
 
 
 def close_before_leaving(stream: Generator[T]) -> Generator[T]:
@@ -211,6 +232,7 @@ def _deferring_interrupts() -> Iterator[None]:
 def _join_cluster(address: str) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
+    _say.get()(f"joining the Ray cluster at {address}")
     ray_internals.log_worker_messages()
     _require_listener(address)
     is_loopback = ray_internals.listens_on_loopback_alone(address)
@@ -304,6 +326,7 @@ def _require_listener(address: str) -> None:
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
+    _say.get()("starting Ray on this machine, which takes seconds")
     ray_internals.log_worker_messages()
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))
