@@ -61,8 +61,8 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
             report = _refine(run, store, base, questions, journal, progress)
         except StagingError as error:
             log.warning("refinement restarts: index=%s (%s)", base.index, error)
-            journal.delete()
-            report = _refine(run, store, base, questions, Journal(store, base, run, questions), progress)
+            journal = Journal(store, base, run, questions, resumes=False)
+            report = _refine(run, store, base, questions, journal, progress)
     journal.delete()
     return report
 

@@ -1452,6 +1452,36 @@ def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: 
         patch.setattr(Journal, "delete", interrupt)
         index.refine(**ONE_ROUND)
     live = index.manifest
+def test_the_same_refinement_beside_one_that_runs_leaves_it_its_rounds(index: Index):
+    """The second reads the journal of a round that the first deletes before the second opens it."""
+    questions = [(f"Who built tower {n}?", [f"king {n * n}."]) for n in range(8)]
+    settings = {"method": "passage", "step_size": 0.05, "rounds": 4, "depth": 10}
+    has_read, is_deleted, seconds = Event(), Event(), []
+    counts: Counter[str] = Counter()
+
+    def second(what: str, *_: object) -> None:
+        if what == "embed questions":
+            if has_read.is_set():
+                raise InterruptedError("it restarted")
+            has_read.set()
+            is_deleted.wait(20)
+
+    def first(what: str, number: int, _: int) -> None:
+        counts[what] += 1
+        if (what, number) == ("refine rounds", 2):
+            seconds.append(pool.submit(Index(index.run).refine, questions, progress=second, **settings))
+            assert has_read.wait(20)
+        if (what, number) == ("refine rounds", 3):
+            assert not [*Path(index.run.store.path).glob("indexes/*/staging/refine-*/round-2")]
+            is_deleted.set()
+            assert isinstance(seconds[0].exception(20), InterruptedError)
+
+    with ThreadPoolExecutor(1) as pool:
+        report = index.refine(questions, progress=first, **settings)
+    assert 0 < report.best_round < len(report.rounds) == 4, "it reads the round that it restores"
+    assert (counts["embed questions"], index.manifest.version) == (1, 2)
+
+
     assert live.version == 2
     report = index.refine(**ONE_ROUND)
     assert (report.base_version, report.published, index.manifest) == (1, live, live)

@@ -10,7 +10,8 @@
 
 The key is a digest of everything that determines the result: this format, the base version, the refine section,
 `evaluate.match`, every question. A round counts once the journal names it; the journal is replaced as a whole. Only the
-latest and the best round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
+latest and the best round are kept. Each file ends with its digest: where one is damaged, the refinement restarts, and
+writes each file anew in its turn. It deletes none before, as the same command may run beside it, with the same bytes.
 """
 
 import hashlib
@@ -63,9 +64,11 @@ _ROUNDS, _WEIGHTS = TypeAdapter(list[RoundRecord]), TypeAdapter(list[WeightRecor
 
 
 class Journal:
-    """The record of one refinement of one version, initially empty."""
+    """The record of one refinement of one version, empty at first, or as an earlier try left it if it `resumes`."""
 
-    def __init__(self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions) -> None:
+    def __init__(
+        self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions, *, resumes: bool = True
+    ) -> None:
         decides = (_FORMAT, base.content_digest(), base.version, run.digest("refine"), questions.digest())
         self.key = "refine-" + hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
         self.store = store
@@ -76,10 +79,10 @@ class Journal:
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
         try:
-            self._read()
+            if resumes:
+                self._read()
         except StagingError as error:
             log.warning("refinement restarts: %s", error)
-            self.delete()
 
     @property
     def _path(self) -> str:
@@ -126,9 +129,10 @@ class Journal:
         self.store.write_bytes(self._path, with_trailer(json.dumps(fields).encode()))
 
     def keep_only(self, rounds: set[int]) -> None:
-        """Delete the states of other rounds, and of trial weights."""
+        """Delete the states of other rounds, and after the first one those of trial weights."""
         states = [StateId("round", number) for number in range(1, len(self.rounds) + 1) if number not in rounds]
-        for state in [*states, *(StateId("weight", number) for number in range(len(self.weights)))]:
+        weights = [StateId("weight", number) for number in range(len(self.weights)) if len(self.rounds) == 1]
+        for state in [*states, *weights]:
             if self.store.exists(folder := state.folder(self.folder)):
                 self.store.delete_dir(folder)
 
