@@ -13,8 +13,8 @@ the outcome (`CorpusInfo.change_files`), which takes effect with it.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,15 +110,14 @@ def apply_batch(
     before = parent.info.change_files
     files = [_late(file, before[-1].name) for file in Backlog.of(listing, before).late]
     for file in batch:
-        with _local_copy(source, file.name) as path:
-            if path is None:
-                continue
-            record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
-            try:
-                changes.append(read_changes(path, parent, cfg))
-            except DataError as error:
-                record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
-            files.append(record)
+        if (path := _local_copy(source, file.name)) is None:
+            continue
+        record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
+        try:
+            changes.append(read_changes(path, parent, cfg))
+        except DataError as error:
+            record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
+        files.append(record)
     names = {file.name for file in listing}
     processed_files = sorted([*before, *files], key=lambda file: file.name)
     recorded_files = tuple(file for file in processed_files if file.name in names or file is processed_files[-1])
@@ -132,15 +131,11 @@ def _late(file: StoredFile, last: str) -> ChangeFile:
     return ChangeFile(*file, sha256="", problem=problem)
 
 
-@contextmanager
-def _local_copy(source: Store, name: str) -> Iterator[Path | None]:
-    """Yield a local file with the content of a file of the source; None if it was deleted."""
-    path = None
+def _local_copy(source: Store, name: str) -> Path | None:
+    """Return a local file with the content of a file of the source; None if it was deleted. A copy of an object stays:
+    another process of this machine may read it, and `object_cache` deletes unused ones."""
     with suppress(MissingInputError):
-        local = source.local_path(name)
-        path = local if local.is_file() else None
-    try:
-        yield path
-    finally:
-        if path is not None and not source.is_local:
-            path.unlink(missing_ok=True)
+        path = source.local_path(name)
+        if path.is_file():
+            return path
+    return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,10 +22,12 @@ from kill_at_call import NEVER, kill_points, run_and_kill
 
 from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, PublishConflictError
+from mvr_ray.store import change_files
 from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import read_changes
 
 CONFIG = PrepareConfig(corpus="corpus", num_shards=2)
 NAMES = [f"p{number}" for number in range(12)]
@@ -244,6 +247,26 @@ def test_a_backlog_is_what_comes_after_the_last_name_and_what_came_too_late():
     files = list(map(file_named, "abcdef"))
     assert Backlog.of(files, prior) == ([file_named("e"), file_named("f")], [file_named("a"), file_named("c")])
     assert Backlog.of(files, []) == (files, [])
+
+
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_two_followers_of_one_bucket_leave_each_other_the_local_copies(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They share them, as two indexes of one source on one machine do."""
+    store.write_bytes("1.jsonl", change_lines({"p0": "second"}).encode())
+    one, other = Store(tmp_path / "one"), Store(tmp_path / "other")
+    for own in (one, other):
+        make_corpus(own, tmp_path)
+
+    def read_after_the_other(*own: Any) -> Any:
+        monkeypatch.setattr(change_files, "read_changes", read_changes)
+        apply_next(other, store)
+        return read_changes(*own)
+
+    monkeypatch.setattr(change_files, "read_changes", read_after_the_other)
+    apply_next(one, store)
+    assert texts_of(one) == texts_of(other) == FIRST | {"p0": "second"}
 
 
 @pytest.mark.slow
