@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,13 +19,14 @@ from waiting import until
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searching.dispatch import Dispatcher
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.health import HealthMonitor, LastHeartbeat
 from mvr_ray.distributed.searching.hedging import MIN_CALLS, MIN_DELAY_S, HedgeBudget, Latencies
 from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.searching.searcher import Heartbeat, ShardAssignment
-from mvr_ray.distributed.searching.transport import Connection
+from mvr_ray.distributed.searching.transport import Connection, ConnectionLost
 from mvr_ray.errors import CoverageError, OverloadedError
 
 SHARDS, K = 3, 7
@@ -122,6 +123,24 @@ def record_searches(actor) -> None:
 def wait_until_held(actor) -> None:
     """Wait until a search is blocked there."""
     assert ray.get(beside(actor, lambda searcher: searcher.search_event.wait(300)))
+
+
+def test_a_call_lost_before_a_searcher_came_back_does_not_mark_it_down(monkeypatch):
+    """Where no group has a second replica, failures are read when the slowest group answers."""
+    failure, slow, are_sent = Future(), Future(), threading.Event()
+    dispatcher = Dispatcher([["one"], ["two"]], lambda *_: None)
+    [[replica], [other]] = dispatcher.groups
+    monkeypatch.setattr(other, "call", lambda *_: slow)
+    monkeypatch.setattr(replica, "call", lambda *_: (are_sent.set(), failure)[1])
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(dispatcher.gather, "search", {0: b"", 1: b""}, Deadline.after(20))
+        assert are_sent.wait(20)
+        failure.set_exception(ConnectionLost("the searcher died"))
+        dispatcher.mark_down(replica, 0, "died")
+        dispatcher.mark_up(replica)
+        slow.set_result(b"answer")
+        assert search.result() == ({1: b"answer"}, {0: "died"})
+    assert replica.state == ""
 
 
 @given(st.lists(st.booleans(), max_size=600), st.sampled_from([0.05, 0.1, 0.5]), st.integers(10, 60))

@@ -41,13 +41,15 @@ class Replica(Connection):
     """One searcher, as this process knows it.
 
     `state` is empty while it answers, else the reason why it does not. `open_ref` is the pending call that opens its
-    shards after a restart. `killed_instance` was killed because it hung. `last_call` numbers its last call.
+    shards after a restart. `killed_instance` was killed because it hung. `last_call` numbers its last call. Calls that
+    began before `up_s`, when it came back, tell nothing about it.
     """
 
     def __init__(self, actor: Any, num_threads: int) -> None:
         super().__init__(actor, num_threads)
         self.last_call = 0
         self.state = ""
+        self.up_s = 0.0
         self.open_ref: Any = None
         self.killed_instance: str | None = None
 
@@ -185,7 +187,7 @@ class Dispatcher:
     def mark_up(self, replica: Replica) -> None:
         """Send calls to a replica that answers again."""
         with self._lock:
-            replica.state, replica.open_ref = "", None
+            replica.state, replica.open_ref, replica.up_s = "", None, time.monotonic()
 
     def _admit(self, groups: Iterable[int], admit: bool) -> tuple[dict[int, Replica], dict[int, str]]:
         replicas: dict[int, Replica] = {}
@@ -230,8 +232,9 @@ class Dispatcher:
 
     def _call(self, running: _Request, group: int, replica: Replica, hedge: bool = False) -> None:
         name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
+        began_s = time.monotonic()
         future = replica.call(running.method, name, running.messages[group], running.deadline)
-        running.calls[future] = _Call(group, replica, name, time.monotonic(), hedge)
+        running.calls[future] = _Call(group, replica, name, began_s, hedge)
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
@@ -274,7 +277,8 @@ class Dispatcher:
             answer = future.result()
         except ConnectionLost as error:
             log.warning("searcher lost: %s", error)
-            self.mark_down(replica, group, "died")
+            if began_s >= replica.up_s:
+                self.mark_down(replica, group, "died")
             if running.needs_answer(group) and not self._call_other(running, group) and not running.has_call(group):
                 running.failures[group] = replica.state or "died"
             return None
