@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import GRACE_S
 
 GROUP_BYTES = 1 << 16
 """Size from which a group gets no further judgements."""
@@ -56,7 +57,8 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
 def copy_judgements(store: Store, index: str) -> str | None:
     """Copy all judgements of an index to a file that further ones leave as it is; return its path, or None without any.
 
-    The file is named by its content, so an interrupted refinement continues with it. It replaces the copy before.
+    The file is named by its content, so an interrupted refinement continues with it. It replaces copies of an hour ago:
+    another refinement may be about to read a younger one.
     """
     *full_groups, last = sorted((group, max(numbers)) for group, numbers in _numbers(store, index).items())
     files = [*store.for_each(lambda own: _read(store, index, *own), full_groups), _newest(store, index, last)]
@@ -67,7 +69,7 @@ def copy_judgements(store: Store, index: str) -> str | None:
     name = f"copy-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
     store.write_bytes(f"{folder}/{name}", data)
     for other in store.list(folder):
-        if other.startswith("copy-") and other != name:
+        if other.startswith("copy-") and other != name and store.age_s(f"{folder}/{other}") >= GRACE_S:
             store.delete(f"{folder}/{other}")
     return f"{folder}/{name}"
 

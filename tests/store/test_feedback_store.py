@@ -1,6 +1,7 @@
 """Judgements of several writers at once: none is lost, whatever the store."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -165,14 +166,16 @@ def test_equal_judgements_of_two_writers_at_once_are_two(tmp_path):
 
 
 @pytest.mark.usefixtures("group_bytes")
-def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_the_next(tmp_path):
+def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_one_an_hour_later(tmp_path):
+    """Until then another refinement may be about to read it."""
     store = Store(tmp_path)
     add_judgements(store, "main", ["one"])
     path = copy_judgements(store, "main")
     assert path and path == copy_judgements(store, "main")
     for n in range(4):
         add_judgements(store, "main", [f"more {n}"])
-    assert store.read_bytes(path) == b"one\n"
+    assert len(stored_lines(store)) == 5 and store.read_bytes(path) == b"one\n"
+    os.utime(tmp_path / path, (0, 0))
     assert len(stored_lines(store)) == 5 and not store.exists(path)
 
 
