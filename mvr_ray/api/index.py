@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.evaluate import EvaluationReport
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.refinement.report import RefineReport
+    from mvr_ray.distributed.router import Router
 
 T = TypeVar("T")
 BATCH_QUERIES = 256
@@ -254,15 +255,15 @@ class Index:
         """
         plain = [query] if isinstance(query, str) else _plain_queries(query)
         texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(plain)]
-        with self._router.pin() as router:
-            own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
         results: list[SearchHits] = []
-        for start in range(0, len(plain), BATCH_QUERIES):
-            with self._service("search", None if isinstance(query, str) else start) as service:
-                request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
-                response = service.search(request)
-            names = texts[start : start + BATCH_QUERIES]
-            results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
+        with self._router.pin() as router:  # all queries are answered by one version
+            own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
+            for start in range(0, len(plain), BATCH_QUERIES):
+                with self._service(router, "search", None if isinstance(query, str) else start) as service:
+                    request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
+                    response = service.search(request)
+                names = texts[start : start + BATCH_QUERIES]
+                results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
         return results[0] if isinstance(query, str) else results
 
     def explain(
@@ -282,16 +283,16 @@ class Index:
         """
         texts = [questions] if isinstance(questions, str) else list(rows.rows_of(questions))
         ids = [str(one) for one in rows.ids_of(passages)]
-        with self._service("explain", None if isinstance(questions, str) else 0) as service:
+        with self._service(self._router, "explain", None if isinstance(questions, str) else 0) as service:
             return service.explain(validate(ExplainRequest, questions=texts, passages=ids, k=k, hybrid=hybrid))
 
     @contextmanager
-    def _service(self, method: str, first: int | None) -> Iterator[SearchService]:
-        """Answer requests from the live version. Raises ConfigError, in the method's name, for one that is refused;
+    def _service(self, router: "Router | HotSwapRouter", method: str, first: int | None) -> Iterator[SearchService]:
+        """Answer requests from a router. Raises ConfigError, in the method's name, for one that is refused;
         `first` numbers the request's first query, None: the caller gave a single one."""
         limits = self.run.serve.model_copy(update=NO_LIMITS)
         try:
-            yield SearchService(self._router, limits, hybrid=self.run.search.hybrid)
+            yield SearchService(router, limits, hybrid=self.run.search.hybrid)
         except RequestError as error:
             hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
             place = re.match(r"(queries|questions)\.(\d+)", error.field)

@@ -60,6 +60,7 @@ from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, MvrRayError, PublishConflictError
 from mvr_ray.explanation import render_html
 from mvr_ray.serving.schemas import SearchResponse
+from mvr_ray.serving.service import SearchService
 from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
@@ -559,6 +560,15 @@ def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_sto
     assert ids[0] == ids[1] and len(ids[0][0]) == 5
     with Index.open(index_store) as index, pytest.raises(ConfigError, match=r"^search: k is 0; .* passages$"):
         index.search(questions, k=0)
+
+
+def test_one_version_answers_all_queries_of_a_call_whatever_other_threads_publish(index: Index, monkeypatch):
+    search, change = SearchService.search, once(lambda: index.delete(["p1"]), "searched")
+    monkeypatch.setattr(SearchService, "search", lambda *own: (search(*own), change("searched", 0, 0))[0])
+    monkeypatch.setattr(api_index, "BATCH_QUERIES", 1)
+    first, second = index.search(["Who built tower 1?"] * 2, k=30)
+    assert [hit.id for hit in first] == [hit.id for hit in second]
+    assert index.manifest.version == 2
 
 
 def test_a_filter_leaves_only_what_passes(index: Index):
@@ -1442,16 +1452,6 @@ def test_a_refinement_that_lost_the_race_to_another_refines_again_from_its_versi
     assert index.manifest.refinement["feedback_weight"] == 0.8
 
 
-def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: Index, monkeypatch):
-    index.add_feedback(CLICKS)
-
-    def interrupt(journal: Journal) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "delete", interrupt)
-        index.refine(**ONE_ROUND)
-    live = index.manifest
 def test_the_same_refinement_beside_one_that_runs_leaves_it_its_rounds(index: Index):
     """The second reads the journal of a round that the first deletes before the second opens it."""
     questions = [(f"Who built tower {n}?", [f"king {n * n}."]) for n in range(8)]
@@ -1482,6 +1482,16 @@ def test_the_same_refinement_beside_one_that_runs_leaves_it_its_rounds(index: In
     assert (counts["embed questions"], index.manifest.version) == (1, 2)
 
 
+def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: Index, monkeypatch):
+    index.add_feedback(CLICKS)
+
+    def interrupt(journal: Journal) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "delete", interrupt)
+        index.refine(**ONE_ROUND)
+    live = index.manifest
     assert live.version == 2
     report = index.refine(**ONE_ROUND)
     assert (report.base_version, report.published, index.manifest) == (1, live, live)
