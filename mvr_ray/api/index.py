@@ -26,7 +26,15 @@ from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, StagingError, count_noun
+from mvr_ray.errors import (
+    ConfigError,
+    DataError,
+    FilterError,
+    MissingInputError,
+    PublishConflictError,
+    StagingError,
+    count_noun,
+)
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
@@ -35,7 +43,8 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
-from mvr_ray.store.formats.records import PassageId
+from mvr_ray.store.filters import Filter, parse_filter
+from mvr_ray.store.formats.records import FilteredDeletion, PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import (
@@ -306,6 +315,26 @@ class Index:
         with self._router.pin() as router:
             return router.passages([str(one) for one in rows.ids_of(ids)])
 
+    def scan(self, filter: Mapping[str, Any] | None = None) -> Iterator[Passage]:
+        """Yield the passages of the version that searches answer from, or those that pass a filter (docs/filters.md),
+        always in the same order. A version that is published meanwhile changes nothing of it. Memory does not grow
+        with the corpus.
+
+            years = Counter(dict(passage.fields).get("year") for passage in index.scan({"source": "a"}))
+
+        Iterating over the index yields all; `"p7" in index` says whether it has a passage of this id. Raises
+        ConfigError for a filter that does not fit.
+        """
+        live = self.manifest
+        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
+        return corpus.scan(None if filter is None else _fitting_filter(filter, corpus))
+
+    def __iter__(self) -> Iterator[Passage]:
+        return self.scan()
+
+    def __contains__(self, id: object) -> bool:
+        return rows.is_id(id) and bool(self.passages([str(id)]))
+
     def upsert(self, passages: Any, *, progress: Progress | bool | None = None) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
@@ -317,10 +346,27 @@ class Index:
         with _progress_callback(progress) as callback:
             return self._change(rows.upsert_records(passages), callback)
 
-    def delete(self, ids: PassageId | Iterable[PassageId], *, progress: Progress | bool | None = None) -> Manifest:
-        """Remove passages by id, and publish a version. An unknown id changes nothing. Raises as `upsert` does."""
+    def delete(
+        self,
+        ids: PassageId | Iterable[PassageId] = (),
+        *,
+        filter: Mapping[str, Any] | None = None,
+        progress: Progress | bool | None = None,
+    ) -> Manifest:
+        """Remove passages by id, and those that pass a filter, and publish a version. An unknown id changes nothing.
+
+            index.delete(["p3", "p4"])
+            index.delete(filter={"year": {"lt": 1958}})
+
+        A filter applies to the newest passages of all writers; of a text that `chunk_words` cut, all chunks go if one
+        passes. Raises as `upsert` does, and ConfigError for a filter that does not fit.
+        """
+        records: list[ChangeRecord] = list(rows.deletion_records(ids))
+        if filter is not None:
+            _fitting_filter(filter, self._live_corpus())
+            records.append(FilteredDeletion(filter))
         with _progress_callback(progress) as callback:
-            return self._change(rows.deletion_records(ids), callback)
+            return self._change(records, callback)
 
     def refine(
         self, questions: Any = None, *, progress: Progress | bool | None = None, **settings: Any
@@ -581,6 +627,14 @@ def _require_buildable(run: RunConfig) -> None:
     from mvr_ray.distributed.indexing.staging import checked_params
 
     checked_params(run, encoder_dimension(run))
+
+
+def _fitting_filter(value: Mapping[str, Any], corpus: Corpus) -> Filter:
+    """Parse a filter over a corpus. Raises ConfigError for one that does not fit."""
+    try:
+        return parse_filter(value, corpus.fields)
+    except FilterError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _index(run: RunConfig, progress: Progress, keep_rollback: bool = False) -> Manifest:

@@ -8,6 +8,7 @@ import errno
 import functools
 import inspect
 import io
+import json
 import logging
 import os
 import shlex
@@ -49,6 +50,13 @@ Overrides = Annotated[
 QuestionWords = Annotated[
     list[str],
     typer.Argument(metavar="QUESTION [SECTION.KEY=VALUE]...", help="One question, in quotes, and overrides around it."),
+]
+OutputWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="output=FILE [SECTION.KEY=VALUE]...", help="The file to write; overrides of the run file."),
+]
+FilterText = Annotated[
+    str | None, typer.Option("--filter", help='Only passages whose fields pass, as JSON: \'{"year": {"gte": 1958}}\'.')
 ]
 Version = Annotated[int | None, typer.Option(help="An index version; absent: the live one.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
@@ -216,6 +224,17 @@ def _load_run(
 
         write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     raise typer.Exit
+
+
+def _run_and_output(command: str, config: str, words: Sequence[str] | None, ending: str) -> tuple["RunConfig", Path]:
+    """Read the run file, and check the `output=FILE` of a command that writes a file of a version."""
+    usage = f"give output=FILE{ending}"
+    arguments, overrides = arguments_and_overrides(command, words or (), ("output",), (), usage, show_only=False)
+    file = Path(arguments["output"])
+    if file.suffix != ending:
+        raise ConfigError(f"{command}: output={file} does not end in {ending}; {usage}")
+    require_writable(file, f"{command}: output={file}")
+    return _load_run(config, overrides), file
 
 
 def _conclude(command: str, report: Mapping[str, Any], words: Sequence[str]) -> None:
@@ -458,9 +477,7 @@ def search(
     words: QuestionWords,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
     version: Version = None,
-    filter: Annotated[
-        str | None, typer.Option(help='Search only passages whose fields pass, as JSON: \'{"year": {"gte": 1958}}\'.')
-    ] = None,
+    filter: FilterText = None,
     fields: Annotated[str, typer.Option(help="Fields to show with each passage, separated by commas.")] = "",
     print_config: PrintConfig = False,
     as_json: AsJson = False,
@@ -610,6 +627,47 @@ def export(
         print_result(f"not carried: {loss}")
     print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")
     _err(f"load it by: SentenceTransformer({str(folder)!r})")
+
+
+@command
+def passages(
+    config: Config,
+    words: OutputWords = None,
+    filter: FilterText = None,
+    version: Version = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write passages as JSON lines, which `prepare` and `update` read.
+
+    `passages CONFIG output=FILE.jsonl [--filter JSON]`; they are those of the index's version.
+    """
+    run, file = _run_and_output("passages", config, words, ".jsonl")
+    condition = None if filter is None else json_object("passages: --filter", filter)
+    from mvr_ray.errors import FilterError, count_noun
+    from mvr_ray.progress import Reporter
+    from mvr_ray.store import manifest
+    from mvr_ray.store.corpus import Corpus
+    from mvr_ray.store.files import Store
+    from mvr_ray.store.filters import parse_filter
+    from mvr_ray.store.formats.rows import write_jsonl
+
+    store = Store(run.store.path)
+    live = manifest.read(store, run.index.name, version)
+    corpus = Corpus.open(store, live.corpus, live.corpus_digest)
+    try:
+        own = None if condition is None else parse_filter(condition, corpus.fields)
+    except FilterError as error:
+        raise ConfigError(f"passages: {error}") from None
+    with Reporter() as progress:
+        num_passages = write_jsonl(file, corpus.scan(own), progress, 0 if own else corpus.num_passages)
+    settings = {"sources": [str(file)]} | ({"fields": corpus.fields} if corpus.fields else {})
+    settings |= {"chunk_words": 0} if run.prepare.chunk_words else {}
+    if as_json:
+        print_json({"passages": num_passages, "version": live.version, "prepare": settings})
+        return
+    print_result(f"written: {file}, {count_noun(num_passages, 'passage')} of version {live.version}")
+    overrides = shlex.join(f"prepare.{key}={json.dumps(value)}" for key, value in settings.items())
+    _err(f"settings by which `prepare` reads it: {overrides}")
 
 
 @command

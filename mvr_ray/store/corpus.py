@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
+import numpy as np
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from mvr_ray.config.base import describe_problems
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import Filter
 from mvr_ray.store.parts import BATCH_ROWS, CURE, UPDATED_CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
@@ -354,10 +356,12 @@ class Corpus:
         Raises StorageError for a file that is missing or cut short, DigestError for one with other bytes.
         """
         if shard not in self._parts:
-            info = self.info.parts[shard]
-            files = [self.open_file(f"part {shard}", file) for file in info.files]
-            self._parts[shard] = CorpusPart(*files, fields=self.fields)
+            self._parts[shard] = self._open_part(shard)
         return self._parts[shard]
+
+    def _open_part(self, shard: int) -> CorpusPart:
+        files = [self.open_file(f"part {shard}", file) for file in self.info.parts[shard].files]
+        return CorpusPart(*files, fields=self.fields)
 
     @property
     def open_shards(self) -> list[int]:
@@ -397,11 +401,21 @@ class Corpus:
         return {name: passage for name in names if (passage := self._passage(name))}
 
     def __iter__(self) -> Iterator[Passage]:
-        """Yield all passages, part by part."""
+        """Yield all passages, as `scan` does."""
+        return self.scan()
+
+    def scan(self, filter: Filter | None = None) -> Iterator[Passage]:
+        """Yield the passages that pass a filter, without one all, part by part and in order of id within each. A part
+        that was not open is open only meanwhile, so memory does not grow with the corpus."""
         for shard in range(self.num_shards):
-            part = self.part(shard)
-            for start in range(0, len(part), BATCH_ROWS):
-                yield from part.passages(start, start + BATCH_ROWS)
+            part = self._parts[shard] if shard in self._parts else self._open_part(shard)
+            if filter is None:
+                for start in range(0, len(part), BATCH_ROWS):
+                    yield from part.passages(start, start + BATCH_ROWS)
+            else:
+                rows = np.flatnonzero(filter.mask(part.table({"id", *filter.columns}))).tolist()
+                for start in range(0, len(rows), BATCH_ROWS):
+                    yield from part.take(rows[start : start + BATCH_ROWS])
 
     def find_missing(self) -> Iterator[tuple[str, str]]:
         """Find the part files that are missing, have another size or cannot be mapped; yields path and reason of each.

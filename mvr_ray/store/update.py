@@ -25,7 +25,7 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishCon
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
-from mvr_ray.store.chunks import chunk
+from mvr_ray.store.chunks import chunk, source_id
 from mvr_ray.store.corpus import (
     ChangesInfo,
     Corpus,
@@ -40,10 +40,12 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
+    FilteredDeletion,
     PassageRecord,
     Record,
     deletion_record,
@@ -70,7 +72,7 @@ from mvr_ray.store.questions import (
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
-ChangeRecord = Record | DeletionRecord
+ChangeRecord = Record | DeletionRecord | FilteredDeletion
 CHANGES = "changes"
 """The format of a source that `update` applied."""
 MAX_CHANGES_SOURCES = 20
@@ -448,6 +450,10 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
     place_of: dict[str, str] = {}
     unknown_fields = Counter[str]()
     for record in records:
+        if isinstance(record, FilteredDeletion):
+            ids = (passage.id for passage in corpus.scan(parse_filter(record.filter, corpus.fields)))
+            changes.deletions.update(map(source_id, ids) if cfg.chunk_words else ids)
+            continue
         if isinstance(record, PassageRecord):
             unknown_fields.update(
                 name for name, value in record.extras.items() if name not in corpus.fields and value is not None

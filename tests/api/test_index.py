@@ -1194,6 +1194,86 @@ def test_reports_and_manifests_print_as_tables_and_a_line(index: Index):
     assert repr(index.manifest).count("\n") == 0 and f"version {index.manifest.version} by" in repr(index.manifest)
 
 
+def test_a_scan_yields_what_passes_of_one_version_whatever_is_published_meanwhile(index: Index):
+    def years(passages) -> list[int]:
+        return sorted(dict(passage.fields)["year"] for passage in passages)
+
+    assert years(index) == [row["year"] for row in ROWS] and index.passages("p3")["p3"] in list(index)
+    assert years(index.scan({"year": {"lt": 1903}, "opened": {"gte": date(1950, 1, 2)}})) == [1901, 1902]
+    assert ("p3" in index, "p99" in index, 3.5 in index) == (True, False, False)
+    passages = index.scan()
+    first = next(passages)
+    index.delete([f"p{n}" for n in range(12)])
+    assert years([first, *passages]) == [row["year"] for row in ROWS]
+    assert years(index) == [row["year"] for row in ROWS[12:]]
+    for call in (index.scan, lambda filter: index.delete(filter=filter)):
+        with pytest.raises(ConfigError, match=r"the corpus has no field 'yaer'; did you mean 'year'\?"):
+            call({"yaer": 1})
+
+
+def test_a_filter_deletes_what_passes_also_of_a_writer_that_was_faster(index: Index):
+    faster = Index.open(index.run.store.path)
+    rows = [{"id": "new", "text": "A new tower.", "year": 1999}, {"id": "p23", "text": "A tower.", "year": 1}]
+
+    def publish_first(what: str, count: int, total: int) -> None:
+        while what == "parts written" and rows:
+            faster.upsert([rows.pop()])
+
+    index.delete("p0", filter={"year": {"gte": 1922}}, progress=publish_first)
+    assert {passage.id for passage in index} == {"p23", *(f"p{n}" for n in range(1, 22))}
+    index.delete(filter={})
+    assert list(index) == [] and index.search("tower") == []
+
+
+def test_a_filter_that_a_chunk_passes_deletes_its_whole_text(command_store: Path, tmp_path: Path):
+    with Index.open(tmp_path / "run.yaml") as index:
+        index.delete(filter={"id": {"in": ["p1#2", "p4#0"]}})
+        assert {passage.id.partition("#")[0] for passage in index} == {"p0", "p2", "p3", "p5"}
+
+
+def test_the_lines_of_an_index_are_prepared_and_indexed_as_the_same_passages(index: Index, tmp_path: Path, capsys):
+    def command(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert not end.value.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    index.upsert([{"id": "new", "text": "A \u2028 \r new \0 tower.", "year": 7, "opened": date(1, 1, 1)}])
+    index.delete("p3")
+    run, output = tmp_path / "run.yaml", tmp_path / "own.jsonl"
+    run.write_text(json.dumps(index.run.model_dump(mode="json", exclude_unset=True)))
+    assert command("passages", str(run), f"output={output}").startswith(f"written: {output}, 24 passages of version 3")
+    words = ["passages", str(run), f"output={output}", "--json"]
+    assert json.loads(command(*words, "--version", "1", "--filter", '{"year": {"lt": 1904}}'))["passages"] == 4
+    assert {"p3"} < {json.loads(line)["id"] for line in output.read_text().splitlines()}
+    report = json.loads(command(*words))
+    assert (report["passages"], report["prepare"]["fields"]) == (24, {"opened": "date", "year": "int"})
+    settings = [f"prepare.{key}={json.dumps(value)}" for key, value in report["prepare"].items()]
+    passages = list(index)
+    for stage in ("prepare", "index"):
+        version = json.loads(command(stage, str(run), *settings, "--json"))
+    assert (version["version"], version["metrics"]["encoded"]) == (4, 0)
+    with Index.open(index.run.store.path) as again:
+        assert list(again) == passages
+    index.delete(filter={"year": {"gte": 1900}})
+    assert [passage.id for passage in index] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "passages: output=... is missing; give output=FILE.jsonl"),
+        (("output=rows.csv",), "passages: output=rows.csv does not end in .jsonl; give output=FILE.jsonl"),
+        (("output=nowhere/rows.jsonl",), "passages: output=nowhere/rows.jsonl cannot be written"),
+        (("output=rows.jsonl", "--filter", '{"yaer": 1}'), "passages: filter: the corpus has no field 'yaer'"),
+    ],
+)
+def test_passages_says_what_it_lacks(words: tuple[str, ...], message: str, index_store: Path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["passages", str(index_store / "run.yaml"), *words])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsys: pytest.CaptureFixture[str]):
     index.upsert([("p1", "A new text.")])
     assert capsys.readouterr().err == ""

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -22,8 +25,10 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.fields import ARROW_TYPES, FieldReader, parse_field, to_json
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import to_plain_filter
+from mvr_ray.store.formats.records import deletion_record, passage_record
+from mvr_ray.store.formats.rows import write_jsonl
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.update import update
+from mvr_ray.store.update import update, update_by_records
 
 Write = Callable[[str, str | bytes], Path]
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -85,6 +90,66 @@ def test_any_fields_are_read_back_as_they_were_from_json_lines_and_from_parquet(
     assert fields_of(from_parquet) == expected
     if not infers:
         assert from_parquet.digest == from_json.digest
+
+
+LETTERS = st.characters(exclude_categories=["Cs"])
+TEXTS = st.text(LETTERS, min_size=1, max_size=9).map("a{}".format)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from(sorted(VALUES))),
+    st.lists(st.tuples(TEXTS, WORDS, TEXTS), min_size=1, max_size=9, unique_by=lambda row: row[0]),
+    st.data(),
+)
+def test_a_corpus_is_prepared_from_its_own_lines_as_it_is_after_any_updates(tmp_path_factory, types, rows, data):
+    def records(rows):
+        for name, title, text in rows:
+            values = {key: data.draw(st.none() | VALUES[kind]) for key, kind in types.items()}
+            yield passage_record(name, title, text, "drawn", extras=values)
+
+    folder = tmp_path_factory.mktemp("lines")
+    store, cfg, file = Store(folder / "store"), PrepareConfig(num_shards=2, fields=types), folder / "lines.jsonl"
+    prepare(cfg, store, records=records(rows))
+    changes, deletions = (data.draw(st.lists(st.sampled_from(rows), unique=True)) for _ in range(2))
+    update_by_records(cfg, store, records(changes))
+    update_by_records(cfg, store, [deletion_record(name, "drawn") for name, *_ in deletions])
+    corpus = Corpus.open(store, "corpus")
+    assert write_jsonl(file, corpus) == corpus.num_passages == len(rows) - len(deletions)
+    assert update(cfg, store, str(file)).unchanged == corpus.num_passages
+    if corpus.num_passages:
+        own = cfg.model_copy(update={"sources": [SourceConfig(path=str(file))]})
+        prepare(own, Store(folder / "other"))
+        other = Corpus.open(Store(folder / "other"), "corpus")
+        assert list(other) == list(corpus) and other.fields == corpus.fields
+        if not any(part.changes for part in corpus.info.parts):
+            assert other.digest == corpus.digest
+
+
+SCAN = """
+import sys
+from peak_memory import peak_kb
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
+
+corpus = Corpus.open(Store(sys.argv[1]), "corpus")
+everything = parse_filter({"year": {"gte": 0}}, corpus.fields)
+next(corpus.scan(everything))
+before = peak_kb()
+print(sum(1 for _ in corpus.scan(everything)) + sum(1 for _ in corpus), peak_kb() - before)
+"""
+
+
+def test_a_scan_holds_one_part_of_the_corpus_at_a_time(tmp_path: Path):
+    texts = (passage_record(f"p{n}", "", "x" * 8_000, "row", extras={"year": n}) for n in range(4_000))
+    prepare(PrepareConfig(num_shards=16, fields={"year": "int"}), Store(tmp_path), records=texts)
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
+    words = [sys.executable, "-c", SCAN, str(tmp_path)]
+    out = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
+    num_passages, kilobytes = map(int, out.stdout.split())
+    assert num_passages == 8_000
+    assert kilobytes < 10_000, "the corpus has 32 MB, its largest part less than 3"
 
 
 def test_without_fields_a_corpus_is_byte_for_byte_what_it_was(tmp_path: Path, write: Write):

@@ -37,6 +37,12 @@ class DeletionRecord(NamedTuple):
     where: str
 
 
+class FilteredDeletion(NamedTuple):
+    """The deletion of all passages that pass a filter."""
+
+    filter: Mapping[str, Any]
+
+
 class QuestionRecord(NamedTuple):
     question: Question
     where: str

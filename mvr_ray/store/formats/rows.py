@@ -5,6 +5,7 @@ answer_starts. Any other row is a passage: id (or _id), title, text (or contents
 `names` gives other names of these (`SourceConfig.fields`): the part of a passage or question by the field's name.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
-from mvr_ray.store.fields import TextCell
+from mvr_ray.store.fields import TextCell, to_json
+from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
@@ -27,8 +29,10 @@ from mvr_ray.store.formats.records import (
     slug,
 )
 from mvr_ray.store.formats.text_files import csv_header, csv_rows, json_lines, open_text
+from mvr_ray.types import Passage, Progress, no_progress
 
 PARQUET_ROWS = 1024
+REPORT_EVERY = 5000
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
 Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
@@ -196,6 +200,20 @@ def passage_of(row: dict[str, Any], where: str) -> Record:
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
     return passage_record(id_of(row), row.get("title"), text, where, extras=extras)
+
+
+def write_jsonl(path: Path, passages: Iterable[Passage], progress: Progress = no_progress, total: int = 0) -> int:
+    """Write passages, `total` if that is known, as lines that `read_jsonl` reads as equal ones where the types of
+    their fields are declared. Returns how many there were."""
+    count = 0
+    with finished_file(path) as aside, aside.open("w", encoding="utf-8") as file:
+        for count, (id_, title, text, fields) in enumerate(passages, 1):
+            row = {"id": id_, "title": title, "text": text} | {name: to_json(value) for name, value in fields}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            if count % REPORT_EVERY == 0:
+                progress("passages written", count, total)
+    progress("passages written", count, count)
+    return count
 
 
 def id_of(row: dict[str, Any]) -> Any:
