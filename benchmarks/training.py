@@ -67,10 +67,10 @@ class TimedLoop(RetrieverLoop):
         start = self.state.step * self.cfg.batch_questions
         return self.job.examples.get(range(start, start + self.cfg.batch_questions), 0)
 
-    def learn(self) -> float:
-        loss = super().learn()
-        self.losses = [*getattr(self, "losses", []), loss]
-        return loss
+    def learn(self) -> dict[str, float]:
+        figures = super().learn()
+        self.losses = [*getattr(self, "losses", []), figures["loss"]]
+        return figures
 
     def end_epoch(self) -> None:
         """Skip the measurement: only steps are timed."""

@@ -193,7 +193,8 @@ def run_stage(
 
 
 def _question_values_to_files(report: Any, run: "RunConfig", files: dict[str, bytes]) -> Any:
-    """Return a report without the ranks and the measures of every question, which become files."""
+    """Return a report without the ranks and the measures of every question, which become files, as do the metrics of
+    a training's steps."""
     if ranks := getattr(report, "ranks", None):
         from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 
@@ -204,6 +205,10 @@ def _question_values_to_files(report: Any, run: "RunConfig", files: dict[str, by
 
         files[QUESTION_VIEWS] = question_views_bytes({(report.index, run.encoder.seed): views})
         report = report._replace(values=[])
+    if metrics_file := getattr(report, "metrics_file", ""):
+        from mvr_ray.store.files import Store
+
+        files[Path(metrics_file).name] = Store(run.store.path).read_bytes(metrics_file)
     return report
 
 

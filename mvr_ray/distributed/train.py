@@ -54,7 +54,8 @@ LOOPS: dict[str, type[StepLoop]] = {loop.kind.task: loop for loop in (RetrieverL
 
 class TrainedModel(NamedTuple):
     """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch. It learned from
-    `num_examples` of the set `questions`, or of the corpus's passages where that is None."""
+    `num_examples` of the set `questions`, or of the corpus's passages where that is None. `metrics_file` has the
+    metrics of the steps; it is empty where an older program trained."""
 
     name: str
     fingerprint: str
@@ -63,6 +64,7 @@ class TrainedModel(NamedTuple):
     epochs: list[Any]
     questions: str | None
     num_examples: int
+    metrics_file: str
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
@@ -89,7 +91,10 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
         if record := _finished_record(loop, store, job):
             job.checkpoints.clear()  # as a command does not that is killed when it has written the record
             return _make_latest(loop, store, job, record)
-        log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
+        metrics_file = store.where(job.checkpoints.metrics_file)
+        what = loop.kind.what, len(job.examples), workers, metrics_file
+        log.info("training: %s examples=%d workers=%d metrics=%s", *what)
+        session.announce(f"loss and dev figures, also while it runs: {metrics_file}")
         if workers:
             state = _train_on_workers(run, corpus.digest, job.checkpoints.folder, progress)
         else:
@@ -160,6 +165,7 @@ def _make_latest(loop: type[StepLoop], store: Store, job: TrainingJob, record: M
         epochs=[loop.epoch(**epoch) for epoch in record["epochs"]],
         questions=job.run.train.questions,
         num_examples=len(job.examples),
+        metrics_file=job.checkpoints.metrics_file if store.exists(job.checkpoints.metrics_file) else "",
     )
 
 

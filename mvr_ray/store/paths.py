@@ -10,7 +10,7 @@
     <store>/encoders/<name>/untrained-<key>.json   the snapshot that these settings and backbone give, made once
     <store>/encoders/<name>/latest.json        the snapshot that was trained last
     <store>/readers/<name>/...                 the same; and cross_encoders/ likewise
-    <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
+    <store>/training/<name>/<key>/             checkpoints of unfinished training, its metrics; safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow, changes-2.arrow, ... where few passages
                                                were changed since, index file, shard.json, measurements

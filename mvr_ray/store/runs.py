@@ -3,6 +3,7 @@
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
     <store>/runs/<time>-<stage>/log            the package's log lines
+    <store>/runs/<time>-<stage>/metrics.jsonl        of `train`: the metrics of its steps
     <store>/runs/<time>-<stage>/questions.parquet    of `evaluate` and `analyze`: the ranks of every question
     <store>/runs/<time>-<stage>/views.parquet        of `analyze`: what views do for every question
 

@@ -242,7 +242,8 @@ def checkpoint(store: Store) -> tuple[str, Checkpoints, torch.nn.Linear]:
     model = torch.nn.Linear(3, 2)
     checkpoints.save_weights(model, 5, "best")
     checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainState(step=6, best_step=5))
-    Checkpoints(store, folder).save(model, torch.optim.AdamW(model.parameters()), TrainState(step=7, best_step=5))
+    state = TrainState(step=7, best_step=5, metrics=[{"step": 7, "loss": 0.5}])
+    Checkpoints(store, folder).save(model, torch.optim.AdamW(model.parameters()), state)
     return folder, Checkpoints(store, folder), model
 
 
@@ -270,11 +271,12 @@ def test_a_changed_byte_of_a_checkpoint_is_named_and_never_trained_on(store: Sto
     reads = {
         "step-00000007/state.json": lambda: checkpoints.state(7),
         "step-00000007/model.safetensors": lambda: checkpoints.load_model(model, 7),
+        "step-00000007/metrics.jsonl": lambda: checkpoints.state(7),
         "step-00000007/optimiser.safetensors": lambda: checkpoints.load_optimiser(optimiser, 7),
         "best-00000005/model.safetensors": lambda: checkpoints.load_model(model, 5, "best"),
     }
     files = {path for path in content(store) if path.startswith(f"{folder}/")}
-    assert files == {f"{folder}/latest.json", *(f"{folder}/{name}" for name in reads)}
+    assert files == {f"{folder}/latest.json", f"{folder}/metrics.jsonl", *(f"{folder}/{name}" for name in reads)}
     for name, read in reads.items():
         read()
         data = bytearray(whole := store.read_bytes(path := f"{folder}/{name}"))

@@ -44,7 +44,7 @@ def test_a_node_exports_how_far_a_job_is_when_it_moved_and_what_a_round_brought(
     start = time.time()
     progress = job_metrics.with_metrics("refine", "squad", no_progress)
     progress("refine round 1: retrieve", 1, 8)
-    progress("refine round 2: retrieve", 3, 8)
+    progress("refine round 2: retrieve (loss 0.5, dev 0.25)", 3, 8)
     job_metrics.record_round("squad", {"gate_top1": 0.625, "labelled_top1": float("nan")})
     series = exported_series("ray_mvr_ray_refine_gate_top1")
     assert series["ray_mvr_ray_refine_gate_top1 squad"] == 0.625

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +24,13 @@ from transformers.models.bert.modeling_bert import BertAttention
 from waiting import lines_of
 
 from mvr_ray.cli import main
+from mvr_ray.cli.commands import run_stage
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.train import _may_help, _may_pass, _storage, _translate_failure, train
+from mvr_ray.distributed.train import TrainedModel, _may_help, _may_pass, _storage, _translate_failure, train
 from mvr_ray.distributed.training import checkpoints, retriever, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import (
@@ -100,6 +102,10 @@ class RetrieverStop(Exception):
     pass
 
 
+def metrics_of(model: TrainedModel, store_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (store_path / model.metrics_file).read_text().splitlines()]
+
+
 def stop_at(step: int):
     def progress(what: str, count: int, total: int) -> None:
         if count == step:
@@ -127,7 +133,10 @@ def stop_at(step: int):
         ),
     ],
 )
-def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
+def test_a_training_killed_anywhere_ends_with_the_same_weights_and_metrics_to_the_bit(
+    store_path, name, encoder, settings, monkeypatch
+):
+    monkeypatch.setattr(steps, "NUM_ROWS", 4)  # a row of the metrics for two steps
     cfg = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
     cfg["snapshot_steps"] = [1, 4, 5]
     whole = train(run_of(store_path, cfg, {"name": f"{name}-whole", **encoder}))
@@ -141,6 +150,7 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     assert again.fingerprint == whole.fingerprint
     assert again.metrics == whole.metrics
     assert again.epochs == whole.epochs
+    assert metrics_of(again, store_path) == metrics_of(whole, store_path)
     store = Store(run.store.path)
     snapshots = [
         [latest_fingerprint(store, ENCODERS, f"{name}-{which}-step-{step}") for step in cfg["snapshot_steps"]]
@@ -152,6 +162,55 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     for step, fingerprint in zip(cfg["snapshot_steps"], snapshots[0]):
         folder = paths.model_dir(ENCODERS.store_dir, f"{name}-whole-step-{step}", fingerprint)
         assert DualEncoder.load(store.local_path(folder)).spec.max_passage_tokens == 48
+
+
+CURVE = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "epochs": 3, "warm_start_steps": 3}
+CURVE |= {"checkpoint_steps": 4, "loss": "mvr"}
+
+
+@pytest.mark.data
+def test_the_command_says_where_loss_and_dev_figures_are_while_it_runs_and_keeps_them_with_its_record(
+    store_path, capsys
+):
+    folder, dev_in_file, texts = store_path / "training" / "curve", [], []
+
+    def progress(what: str, count: int, total: int) -> None:
+        [file] = folder.glob("*/metrics.jsonl")
+        dev_in_file.append([one["dev_top1"] for line in file.open() if "dev_top1" in (one := json.loads(line))])
+        texts.append(what)
+
+    run = run_of(store_path, CURVE, {"name": "curve", "strategy": "snippets", **QUICK})
+    run_stage("train", run, lambda run, _: train(run, progress))
+    [file] = folder.glob("*/metrics.jsonl")
+    err = capsys.readouterr().err
+    assert f"loss and dev figures, also while it runs: {file}\n" in err
+    record = Path(err.partition("report: ")[2].strip()).with_name("metrics.jsonl")
+    assert record.read_bytes() == file.read_bytes()
+    rows = [json.loads(line) for line in file.open()]
+    assert [row["step"] for row in rows] == [*range(10)]
+    assert [row.get("phase") for row in rows] == [None, *["warm start"] * 3, *["train"] * 6]
+    assert [row.get("epoch") for row in rows] == [None, 0, 0, 0, 0.5, 1, 1.5, 2, 2.5, 3]
+    dev_rows = {row["step"]: row["dev_top1"] for row in rows if "dev_top1" in row}
+    assert [*dev_rows] == [0, 5, 7, 9]
+    assert dev_in_file[5] == [dev_rows[0], dev_rows[5]], "the sixth step, while it runs, sees the first epoch"
+    assert texts[5] == f"train (loss {rows[6]['loss']:.3f}, dev {dev_rows[5]:.3f})"
+    assert rows[9]["loss"] == pytest.approx(rows[9]["loss_global"] + 0.01 * rows[9]["loss_local"], rel=1e-4)
+    assert rows[9].keys() - rows[8].keys() == {"dev_top1", "view_pair_cosine", "lv", "collapsed"}
+
+
+@pytest.mark.data
+def test_metrics_of_a_long_training_are_the_means_of_its_steps(store_path, monkeypatch):
+    fine, coarse = [], []
+    for rows, num_rows in ((fine, 1000), (coarse, 3)):
+        monkeypatch.setattr(steps, "NUM_ROWS", num_rows)
+        model = train(run_of(store_path, CURVE, {"name": f"rows-{num_rows}", "strategy": "snippets", **QUICK}))
+        rows += metrics_of(model, store_path)
+    assert [row["step"] for row in coarse] == [0, 2, 3, 4, 5, 6, 7, 8, 9], "warm start and epochs end with a row"
+    for before, row in pairwise(coarse):
+        own = fine[before["step"] + 1 : row["step"] + 1]
+        for name in ("loss", "lr", "grad_norm"):
+            assert row[name] == pytest.approx(sum(one[name] for one in own) / len(own), rel=1e-5)
+        assert row.get("dev_top1") == own[-1].get("dev_top1")
 
 
 @pytest.mark.data
@@ -247,6 +306,21 @@ def test_a_training_that_runs_twice_keeps_the_checkpoint_and_best_weights_of_the
     assert sorted(path.name for path in tmp_path.glob("training/e/k/*-*")) == ["best-00000038", "step-00000040"]
 
 
+def test_a_checkpoint_of_an_older_program_has_no_metrics_and_continues_without(tmp_path):
+    _, save, own = linear_training(tmp_path, 1)
+    save(own, 10, 10)
+    files = {name: digest for name, digest in own._latest()["files"].items() if not name.endswith(checkpoints.METRICS)}
+    own._write(checkpoints.LATEST, {"step": 10, "files": files})
+    (tmp_path / own.folder / "step-00000010" / checkpoints.METRICS).unlink()
+    assert own.state(10) == checkpoints.TrainState(step=10, best_step=10)
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_metrics(tmp_path):
+    own = checkpoints.Checkpoints(Store(str(tmp_path)), "training/e/k")
+    own.write_metrics([{"step": 1, "grad_norm": math.inf}])
+    assert (tmp_path / own.metrics_file).read_text() == '{"step": 1, "grad_norm": null}\n'
+
+
 def test_a_missing_file_of_a_checkpoint_is_an_error_that_says_what_to_do(tmp_path):
     model, save, first, second = linear_training(tmp_path, 2)
     save(first, 10, 10)
@@ -277,7 +351,7 @@ def test_a_training_that_another_process_finished_meanwhile_ends_with_its_model(
 
     assert [train(run, train_beside)] == others
     folder = store_path / paths.training_dir("twice", "")
-    assert [file.name for file in folder.glob("*/*")] == [checkpoints.FINISHED]
+    assert {file.name for file in folder.glob("*/*")} == {checkpoints.FINISHED, checkpoints.METRICS}
 
 
 @pytest.mark.data
@@ -369,6 +443,9 @@ def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_mod
         train(run_of(store_path, cfg | {"lr": 1e30, "warmup_share": 0}, own, resources=resources))
     assert latest_fingerprint(Store(str(store_path)), ENCODERS, own["name"]) == model.fingerprint
     assert num_started("RayTrainWorker") == num_before + workers
+    [file] = set((store_path / "training" / own["name"]).glob("*/metrics.jsonl")) - {store_path / model.metrics_file}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(len(rows))] and rows[1]["lr"] == 1e30
 
 
 @pytest.mark.data
@@ -596,6 +673,7 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_process
     assert killed_pids
     assert hurt_model.fingerprint == calm.fingerprint
     assert hurt_model.epochs == calm.epochs
+    assert metrics_of(hurt_model, store_path) == metrics_of(calm, store_path)
     record_property("figures", f"1 of 2 workers killed in step {next(n for n in steps if n >= 2)} of {max(steps)}")
 
 
@@ -633,6 +711,7 @@ def test_workers_train_from_what_the_command_opened_whatever_is_published_before
 COMMAND = """
 import sys
 from mvr_ray.cli import main
+from mvr_ray.cli.commands import run_stage
 main(sys.argv[1:])
 """
 

@@ -22,13 +22,14 @@ _NUMBER = re.compile(r" [\d.]+")
 
 
 def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
-    """A progress callable that also sets the job's gauges. Numbers in step names are removed, to limit the series."""
+    """A progress callable that also sets the job's gauges. Step names are without numbers and figures in brackets, to
+    limit the series."""
 
     def report(what: str, count: int, total: int) -> None:
         progress(what, count, total)
         if session.in_ray():
             job = {"stage": stage, "index": index}
-            step = {**job, "step": _NUMBER.sub("", what)}
+            step = {**job, "step": _NUMBER.sub("", what.partition(" (")[0])}
             _gauge("job_done", "Units of a step that are done.", *step).set(count, step)
             _gauge("job_total", "Units of a step.", *step).set(total, step)
             _gauge("job_moved_at_seconds", "When the job last moved, as Unix time.", *job).set(time.time(), job)

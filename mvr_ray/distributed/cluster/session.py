@@ -130,12 +130,17 @@ def cluster_address(resources: ResourcesConfig) -> str | None:
 
 @contextmanager
 def announcing(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` with a line for people whenever Ray is joined or started within the block."""
+    """Call `say` with every line that is announced within the block."""
     before = _say.set(say)
     try:
         yield
     finally:
         _say.reset(before)
+
+
+def announce(line: str) -> None:
+    """Show people a line about what begins, as that Ray is started."""
+    _say.get()(line)
 
 
 @contextmanager
@@ -232,7 +237,7 @@ def _deferring_interrupts() -> Iterator[None]:
 def _join_cluster(address: str) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
-    _say.get()(f"joining the Ray cluster at {address}")
+    announce(f"joining the Ray cluster at {address}")
     ray_internals.log_worker_messages()
     _require_listener(address)
     is_loopback = ray_internals.listens_on_loopback_alone(address)
@@ -326,7 +331,7 @@ def _require_listener(address: str) -> None:
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
-    _say.get()("starting Ray on this machine, which takes seconds")
+    announce("starting Ray on this machine, which takes seconds")
     ray_internals.log_worker_messages()
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))

@@ -1,18 +1,19 @@
 """Store the checkpoints of a training: weights, optimiser and progress, as safetensors and JSON.
 
-    <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json
+    <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json  metrics.jsonl
     <store>/training/<name>/<key>/best-00000080/model.safetensors
     <store>/training/<name>/<key>/snapshot-00000040/model.safetensors     of each of `train.snapshot_steps`
     <store>/training/<name>/<key>/latest.json        the step and the sha256 of every file that it needs: written
                                                      last, so that a checkpoint counts once it is whole
     <store>/training/<name>/<key>/finished.json      replaces all these once the model is saved: its record
+    <store>/training/<name>/<key>/metrics.jsonl      rows of metrics of the steps so far, which stay
 
 Dropout, batches and learning rates are functions of (seed, step): no random state is saved.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -25,12 +26,14 @@ from torch import Tensor, nn
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
 from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.runs import to_plain
 
 WeightsKind = Literal["step", "best", "snapshot"]
 LATEST = "latest.json"
 FINISHED = "finished.json"
 RECORD_FORMAT = 1
 """The format of both."""
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -47,7 +50,7 @@ class EpochSums:
 @dataclass
 class TrainState:
     """Progress of a training. `step` counts finished steps, those of the warm start first. `precision` is the choice
-    of `train.precision: auto`."""
+    of `train.precision: auto`, `metrics` the rows of a file of their own."""
 
     step: int = 0
     best_step: int = -1
@@ -57,9 +60,11 @@ class TrainState:
     sums: EpochSums = field(default_factory=EpochSums)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     precision: str = ""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> bytes:
         values = asdict(self)
+        del values["metrics"]
         if not self.precision:
             del values["precision"]
         return json.dumps(values).encode()
@@ -80,6 +85,7 @@ class Checkpoints:
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self.folder = folder
+        self.metrics_file = f"{folder}/{METRICS}"
         self._digests: dict[str, str] = {}  # of files written by this object
 
     def latest_step(self) -> int:
@@ -96,7 +102,9 @@ class Checkpoints:
         if latest.get("step", -1) >= state.step:
             return
         name = _folder_name("step", state.step)
-        self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, state.to_json())
+        files = {"state.json": state.to_json(), METRICS: _json_lines(state.metrics)}
+        self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, files)
+        self.write_metrics(state.metrics)
         folders = {name, _folder_name("best", state.best_step)}
         folders |= {entry for entry in self._store.list(self.folder) if entry.startswith("snapshot-")}
         digests = latest.get("files", {}) | self._digests
@@ -110,8 +118,17 @@ class Checkpoints:
         if f"{name}/model.safetensors" not in self._latest().get("files", {}):
             self._put(name, {"model": model.state_dict()})
 
+    def write_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the metrics so far for programs that plot; those of a finished training stay."""
+        if not self._store.exists(f"{self.folder}/{FINISHED}"):
+            self._store.write_bytes(self.metrics_file, _json_lines(rows))
+
     def state(self, step: int) -> TrainState:
-        return TrainState.from_json(self._local_file(_folder_name("step", step), "state.json").read_bytes())
+        name = _folder_name("step", step)
+        state = TrainState.from_json(self._local_file(name, "state.json").read_bytes())
+        if f"{name}/{METRICS}" in self._latest().get("files", {}):  # older programs wrote none
+            state.metrics = [json.loads(line) for line in self._local_file(name, METRICS).read_bytes().splitlines()]
+        return state
 
     def load_model(self, model: nn.Module, step: int, kind: WeightsKind = "step") -> None:
         model.load_state_dict(load_file(self._local_file(_folder_name(kind, step), "model.safetensors")))
@@ -182,7 +199,12 @@ class Checkpoints:
     def _cure(self) -> str:
         return f"delete {self._store.where(self.folder)} and train from the start"
 
-    def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
+    def _put(
+        self,
+        name: str,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Write a folder, replacing one that a killed run left. Raises StorageError if the disk is full."""
         path = f"{self.folder}/{name}"
         with self._store.scratch() as scratch:
@@ -191,8 +213,8 @@ class Checkpoints:
             for file, own in tensors.items():
                 copies = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in own.items())
                 save_file(dict(copies), folder / f"{file}.safetensors")
-            if state:
-                (folder / "state.json").write_bytes(state)
+            for file, data in files.items():
+                (folder / file).write_bytes(data)
             self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
             self._store.delete_dir(path)
             self._store.upload_dir(folder, path)
@@ -207,6 +229,10 @@ class Checkpoints:
 
 def _folder_name(kind: WeightsKind, step: int) -> str:
     return f"{kind}-{step:08d}"
+
+
+def _json_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(to_plain(row)) + "\n" for row in rows).encode()
 
 
 def _flat(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:

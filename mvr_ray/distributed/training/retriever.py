@@ -146,7 +146,7 @@ class RetrieverLoop(StepLoop):
     def new_sums(self) -> EpochSums:
         return EpochSums(wins_V=[0] * self.model.num_views)
 
-    def learn(self) -> float:
+    def learn(self) -> dict[str, float]:
         batch = join_batch(self.batch())
         if self.warm:
             return self._distil(batch)
@@ -164,7 +164,7 @@ class RetrieverLoop(StepLoop):
         real_P = torch.from_numpy(part.real_P).to(self.device)
         return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P)
 
-    def _learn(self, batch: JoinedBatch) -> float:
+    def _learn(self, batch: JoinedBatch) -> dict[str, float]:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
         answer_QV = None
         if self.loss == "camvr":
@@ -196,7 +196,8 @@ class RetrieverLoop(StepLoop):
 
         output = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
         self._count(output, positive_Q)
-        return float(output.terms.total)
+        names = ("loss", "loss_global", "loss_local")
+        return {**dict(zip(names, map(float, output.terms))), "temperature": tau}
 
     def _temperature(self, step: int) -> float:
         """Temperature of a step: MVR eq. 8, or the fixed one."""
@@ -207,7 +208,7 @@ class RetrieverLoop(StepLoop):
         epoch = after_warm // (cfg.temperature_steps or self.schedule.epoch_steps)
         return losses.temperature(epoch, cfg.temperature_decay, cfg.temperature_floor)
 
-    def _distil(self, batch: JoinedBatch) -> float:
+    def _distil(self, batch: JoinedBatch) -> dict[str, float]:
         assert self.teacher is not None
         share = self._share(batch)
         targets_QD = self.teacher.mean_pool_queries(share.texts)
@@ -216,7 +217,7 @@ class RetrieverLoop(StepLoop):
         loss = distil_gradients(self.model, share, targets_QD, targets_PD, num, settings, self.loss_scale)
         if world_size() > 1:
             dist.all_reduce(loss)
-        return float(loss) / world_size()
+        return {"loss": float(loss) / world_size()}
 
     @cached_property
     def _spans(self) -> Callable[[Passage], Sequence[Span | None]]:

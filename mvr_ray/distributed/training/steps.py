@@ -11,7 +11,8 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +30,7 @@ from mvr_ray.core.learning.training import PassSettings, average_gradients, chun
 from mvr_ray.distributed.models import MODEL_CLASSES, translate_out_of_memory
 from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
 from mvr_ray.distributed.training.examples import input_digests
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOG_INTERVAL_S = 10.0
+NUM_ROWS = 1000
+"""Of a long training the metrics have about this many rows."""
 
 
 class TrainingJob(NamedTuple):
@@ -110,6 +113,9 @@ class StepLoop(ABC):
         self.state = TrainState(sums=self.new_sums())
         self._plan: tuple[int, IntArray] | None = None
         self._last_log_s = 0.0
+        self._new_figures: list[Mapping[str, float]] = []  # of the steps since the newest row of the metrics
+        max_steps = max(1, self.schedule.total // NUM_ROWS)
+        self.row_steps = max(n for n in range(1, max_steps + 1) if cfg.checkpoint_steps % n == 0)
 
     @classmethod
     @abstractmethod
@@ -122,8 +128,9 @@ class StepLoop(ABC):
         """Parameter groups for AdamW."""
 
     @abstractmethod
-    def learn(self) -> float:
-        """Add this rank's gradients of step `state.step`, times `loss_scale`; returns the loss."""
+    def learn(self) -> dict[str, float]:
+        """Add this rank's gradients of step `state.step`, times `loss_scale`; returns `loss` and what the metrics have
+        beside it."""
 
     @abstractmethod
     def measure(self) -> tuple[float, ...]:
@@ -153,6 +160,8 @@ class StepLoop(ABC):
             if self.cfg.gradient_checkpointing:
                 self.model.set_gradient_checkpointing(True)
             optimiser = self._resume()
+            if not rank():
+                self.checkpoints.write_metrics(self.state.metrics)
             while self.state.step < self.schedule.total:
                 if self.state.step == self.schedule.warm:
                     optimiser = self._optimiser()
@@ -166,6 +175,9 @@ class StepLoop(ABC):
                     self._save(optimiser)
             return self.state
         finally:
+            if self.state.metrics and not rank():
+                with suppress(StorageError):  # of what was interrupted or diverged, up to its last step
+                    self.checkpoints.write_metrics(self.state.metrics)
             if self.cfg.gradient_checkpointing:
                 self.model.set_gradient_checkpointing(False)
             self.model.eval()
@@ -209,6 +221,9 @@ class StepLoop(ABC):
         number, loss = self.schedule.epoch_of(state.step - 1), sums.loss / max(1, sums.steps)
         report = self.report(sums, epoch=number, step=state.step, loss=loss, **dict(zip(self.dev_metrics, dev)))
         state.epochs.append(report._asdict())
+        row = state.metrics[-1]
+        figures = report._asdict().items()
+        row |= {name: value for name, value in figures if name not in row and isinstance(value, float | bool)}
         log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
         self._keep_best(dev[-1])
 
@@ -231,7 +246,10 @@ class StepLoop(ABC):
             dist.broadcast(common_step, 0)
             step = int(common_step.item())
         if step < 0:
-            self.state.before = self._measure_dev()[-1]
+            dev = self._measure_dev()
+            self.state.before = dev[-1]
+            if dev[-1] is not None:
+                self.state.metrics = [{"step": 0, **dict(zip(self.dev_metrics, dev))}]
             if self.cfg.precision == "auto":
                 self.state.precision = "bf16" if self._multiplies_bf16() else "fp32"
                 log.info("train.precision=auto chose=%s", self.state.precision)
@@ -263,10 +281,12 @@ class StepLoop(ABC):
         self.model.train()
         step, schedule = self.state.step, self.schedule
         at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
+        factor = lr_factor(at, total, self.cfg.warmup_share)
         for group in optimiser.param_groups:
-            group["lr"] = group["base_lr"] * lr_factor(at, total, self.cfg.warmup_share)
+            group["lr"] = group["base_lr"] * factor
         optimiser.zero_grad(set_to_none=True)
-        loss = self.learn()
+        figures = self.learn()
+        loss = figures["loss"]
         average_gradients(self.parameters)
         self.scaler.unscale_(optimiser)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm))
@@ -283,13 +303,29 @@ class StepLoop(ABC):
         increment_version(self.parameters)  # the fused step omits it; caches for inference rely on it
         warm = self.warm
         self.state.step += 1
+        self._add_figures({**figures, "lr": self.cfg.lr * factor, "grad_norm": norm})
         self._report(loss, warm)
+
+    def _add_figures(self, figures: Mapping[str, float]) -> None:
+        """Add a step's figures to the metrics: a row has the means of `row_steps` steps, or of fewer where the warm
+        start or an epoch ends. Every checkpoint is at the end of a row, so a resumed training has the same rows."""
+        self._new_figures.append(figures)
+        step, warm = self.state.step, self.schedule.warm
+        if step % self.row_steps and step != warm and not self._epoch_ended():
+            return
+        num_steps = len(self._new_figures)
+        means = {name: _six_digits(sum(one[name] for one in self._new_figures) / num_steps) for name in figures}
+        self._new_figures.clear()
+        phase, epoch = ("warm start", 0.0) if step <= warm else ("train", (step - warm) / self.schedule.epoch_steps)
+        self.state.metrics.append({"step": step, "phase": phase, "epoch": _six_digits(epoch), **means})
 
     def _report(self, loss: float, warm: bool) -> None:
         if rank():
             return
         step, total = self.state.step, self.schedule.total
-        self.progress(f"train (loss {loss:.3f})", step, total)
+        dev = self.state.epochs[-1][self.dev_metrics[-1]] if self.state.epochs else self.state.before
+        accuracy = "" if dev is None else f", dev {dev:.3f}"
+        self.progress(f"train (loss {loss:.3f}{accuracy})", step, total)
         now = time.monotonic()
         if now - self._last_log_s >= LOG_INTERVAL_S or step == total:
             self._last_log_s = now
@@ -342,7 +378,7 @@ class TaskModelLoop(StepLoop):
     def groups(self) -> list[dict[str, Any]]:
         return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
 
-    def learn(self) -> float:
+    def learn(self) -> dict[str, float]:
         units = self.units(self.batch())
         total = torch.zeros((), device=self.device)
         for number, chunk in enumerate(chunks(units[rank() :: world_size()], self.cfg.cache_chunk)):
@@ -354,4 +390,8 @@ class TaskModelLoop(StepLoop):
         loss = float(total) / world_size()
         self.state.sums.steps += 1
         self.state.sums.loss += loss
-        return loss
+        return {"loss": loss}
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
