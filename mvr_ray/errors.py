@@ -5,7 +5,8 @@ MvrRayError
 ├── DataError            a corpus, question or ranking file is wrong (file and line are in the message)
 ├── MissingInputError    a stage needs what an earlier stage makes (the message names the command)
 ├── EncoderError         a backbone or encoder snapshot cannot be used
-│   └── FingerprintError     index and encoder do not belong together
+│   ├── FingerprintError     index and encoder do not belong together
+│   └── ExternalEncoderError  another program has the model of an index, so no text can be embedded
 ├── ReaderError          a reading model cannot be used
 ├── CrossEncoderError    a model that scores pairs cannot be used
 ├── ShardIndexError      an index cannot be built, opened or searched
@@ -58,6 +59,10 @@ class EncoderError(MvrRayError, ValueError):
 
 class FingerprintError(EncoderError):
     """An index and an encoder do not belong together."""
+
+
+class ExternalEncoderError(EncoderError):
+    """Another program has the model of an index, so no text can be embedded."""
 
 
 class ReaderError(MvrRayError, ValueError):

@@ -167,11 +167,12 @@ def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
     """Load the encoder, if present, to check its fingerprint over weights, tokenizer and settings."""
     if problems := _missing_encoder(store, version):
         return problems
-    from mvr_ray.distributed.encoders import open_encoder  # imports torch
+    from mvr_ray.distributed.encoders import embeds_texts, open_encoder  # imports torch
 
     name, fingerprint = version.encoder_name, version.encoder_fingerprint
     try:
-        open_encoder(store, name, fingerprint)
+        if embeds_texts(store, version):
+            open_encoder(store, name, fingerprint)
     except AccessError:
         raise
     except (EncoderError, MissingInputError, StorageError) as error:

@@ -44,7 +44,8 @@ from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
 from mvr_ray.store.filters import Filter, parse_filter
-from mvr_ray.store.formats.records import FilteredDeletion, PassageId
+from mvr_ray.store.formats.records import FilteredDeletion, PassageId, PassageRecord
+from mvr_ray.store.formats.view_vectors import read_vectors, write_vectors
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import (
@@ -69,7 +70,12 @@ T = TypeVar("T")
 BATCH_QUERIES = 256
 MAX_PUBLISH_TRIES = 20
 """Each that fails means that another process has published a change."""
-GIVEN_BY_ARGUMENTS = (("store", "path", "path"), ("encoder", "backbone", "model"), ("prepare", "sources", "passages"))
+GIVEN_BY_ARGUMENTS = (
+    ("store", "path", "path"),
+    ("encoder", "backbone", "model"),
+    ("prepare", "sources", "passages"),
+    ("index", "vectors", "vectors"),
+)
 """Section and key of a setting that `Index.build` refuses, and the argument in its place."""
 NO_LIMITS = {
     "max_k": 1_000_000,
@@ -106,6 +112,7 @@ class Index:
         *,
         model: str | Path = "all-MiniLM-L6-v2",
         path: str | Path = "index",
+        vectors: Any = None,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         progress: Progress | bool | None = None,
     ) -> Self:
@@ -121,6 +128,8 @@ class Index:
         (docs/formats.md). Rows are streamed. What a row has besides id, title and text is kept for filters. `model` is
         a folder, a Hugging Face name or `package:NAME/path`; the default reads English. `settings` are sections of a
         run file, such as `{"encoder": {"num_views": 4}}`.
+        `vectors` are those of another program, in place of a model (docs/howto/vectors.md): a Parquet file, or pairs of
+        an id and a vector or an array of one row a view. Such an index is searched with vectors.
         `progress`, here and in other methods: True shows it on stderr, as None does on a terminal and in IPython; False
         shows none; a callback gets (what, count, total).
 
@@ -137,14 +146,17 @@ class Index:
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
         run = parse_run(own, "Index.build")
-        own_settings = run.model_dump(mode="json", exclude_unset=True)
-        run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
-        with _progress_callback(progress) as callback:
-            _require_buildable(run)  # before the last corpus, which updates start from, is replaced
+        with _progress_callback(progress) as callback, _vectors_file(store, vectors) as file:
+            own_run = cls(run)._with(index={"vectors": file})
+            _require_buildable(own_run)  # before the last corpus, which updates start from, is replaced
             prepare(run.prepare, store, callback, records, run.evaluate.match)
-            _index(run, callback)
+            manifest = _index(own_run, callback)
+        if vectors is not None:
+            run = cls(run)._with(index={"encoder": manifest.encoder_fingerprint})
+        own_settings = run.model_dump(mode="json", exclude_unset=True)
+        run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
         store.write_bytes(paths.RUN_FILE, run_file.encode())
         return cls(run)
 
@@ -335,16 +347,17 @@ class Index:
     def __contains__(self, id: object) -> bool:
         return rows.is_id(id) and bool(self.passages([str(id)]))
 
-    def upsert(self, passages: Any, *, progress: Progress | bool | None = None) -> Manifest:
+    def upsert(self, passages: Any, *, vectors: Any = None, progress: Progress | bool | None = None) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
             index.upsert([{"id": "p2", "text": "A new text."}])
 
+        `vectors` as of `build`, for an index of them: those of all new texts, and any others that change.
         Several threads and processes can change an index at once. Raises DataError for a passage without an id, and
         then changes nothing; PublishConflictError, to call again, if other processes were faster in every try.
         """
-        with _progress_callback(progress) as callback:
-            return self._change(rows.upsert_records(passages), callback)
+        with _progress_callback(progress) as callback, _vectors_file(self._store, vectors) as file:
+            return self._change(rows.upsert_records(passages), callback, file)
 
     def delete(
         self,
@@ -544,15 +557,16 @@ class Index:
             if "_router" in self.__dict__:
                 self._router.move_to(None)
 
-    def _change(self, records: Iterable[ChangeRecord], progress: Progress) -> Manifest:
-        """Update the corpus by records of changes, and publish a version of it."""
+    def _change(self, records: Iterable[ChangeRecord], progress: Progress, vectors: str | None = None) -> Manifest:
+        """Update the corpus by records of changes, and publish a version of it, with the vectors of a file."""
         changes = list(records)
         with self._change_lock:
             live = self._newest()
             if not self._has_run_file:
                 self._require_settings(live)
-            sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
-            run = self._with(**sections)
+            own = {"encoder": live.encoder_fingerprint, "vectors": vectors}
+            run = self._with(encoder={"name": live.encoder_name}, index=own)
+            self._require_vectors(live, run, changes)
 
             def change_corpus() -> UpdateReport:
                 return update_by_records(run.prepare, self._store, changes, progress, index=live.index)
@@ -569,6 +583,21 @@ class Index:
             manifest = _with_retries(publish)  # alone: what others have changed since then stays
             self._follow()
             return manifest
+
+    def _require_vectors(self, live: Manifest, run: RunConfig, changes: Sequence[ChangeRecord]) -> None:
+        """Raise DataError if vectors that another program must make are missing or wrong, ConfigError if none are
+        needed."""
+        from mvr_ray.distributed.encoders import embeds_texts
+        from mvr_ray.distributed.indexing.external_vectors import resolve_vectors
+
+        if run.index.vectors is None and embeds_texts(self._store, live):
+            return
+        passages = {change.passage.id: change.passage for change in changes if isinstance(change, PassageRecord)}
+        corpus = self._live_corpus()
+        _, external = resolve_vectors(run, corpus, passages)
+        same = {name for name, passage in corpus.get(passages).items() if passage[:3] == passages[name][:3]}
+        if external and (missing := sorted(passages.keys() - same - external.rows.keys())):
+            raise DataError(f"upsert: vectors= lacks those of {', '.join(missing[:5])}, whose texts are new")
 
     def _require_settings(self, live: Manifest) -> None:
         """Raise ConfigError if an earlier program did not record a setting that a change needs."""
@@ -605,6 +634,17 @@ def _progress_callback(progress: Progress | bool | None) -> Iterator[Progress]:
         yield no_progress
 
 
+@contextmanager
+def _vectors_file(store: Store, vectors: Any) -> Iterator[str | None]:
+    """Yield the file of vectors, which is made of others than a path; None without any."""
+    if vectors is None or isinstance(vectors, str | Path):
+        yield None if vectors is None else _absolute(vectors)
+        return
+    with store.scratch() as folder:
+        write_vectors(folder / "vectors.parquet", vectors)
+        yield str(folder / "vectors.parquet")
+
+
 def _with_retries(publish: Callable[[], T]) -> T:
     for _ in range(MAX_PUBLISH_TRIES - 1):
         with suppress(PublishConflictError, StagingError):  # a faster process removes what both staged
@@ -626,7 +666,8 @@ def _require_buildable(run: RunConfig) -> None:
     from mvr_ray.distributed.encoders import encoder_dimension
     from mvr_ray.distributed.indexing.staging import checked_params
 
-    checked_params(run, encoder_dimension(run))
+    vectors = run.index.vectors and read_vectors(resolve_path(run.index.vectors), run.index.dtype).vectors_ND
+    checked_params(run, encoder_dimension(run) if vectors is None else vectors.shape[1])
 
 
 def _fitting_filter(value: Mapping[str, Any], corpus: Corpus) -> Filter:

@@ -230,6 +230,10 @@ class IndexConfig(Section):
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained if there is one, else untrained. A trained one has the settings of its
     training: the encoder section may leave them out, and none that differs is accepted."""
+    vectors: str | None = None
+    """A Parquet file with vectors of passages that another program made: passage_id, view (from 0) and vector. They are
+    indexed as they are, and no text is encoded. `encoder.name` stands for that program's model, `encoder.num_views` is
+    the maximum of views of a passage."""
     precision: Literal["auto", "fp32", "bf16", "int8", "openvino", "openvino-bf16"] = "auto"
     """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
     fingerprint of its own. auto: on CPUs the fastest float of this machine: bf16 where the processor has instructions

@@ -24,7 +24,14 @@ from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import PunktParams, train_punkt
 from mvr_ray.distributed import models
-from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
+from mvr_ray.errors import (
+    ConfigError,
+    EncoderError,
+    ExternalEncoderError,
+    FingerprintError,
+    MissingInputError,
+    StorageError,
+)
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -47,6 +54,8 @@ CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
 PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 RECORD_CURE = "delete it: the same command then makes the encoder again"
+EXTERNAL = "external"
+"""In the place of a strategy, for vectors that another program made."""
 INT8_RECORD = "int8-openvino"
 """Distinct from `int8` records of earlier versions of mvr_ray, whose encoders can no longer embed."""
 
@@ -61,6 +70,8 @@ class LocalEncoder(NamedTuple):
     dimension: int
     similarity: str
     precision: PrecisionName
+    is_external: bool = False
+    """Whether another program made the vectors: the snapshot then has only `encoder.json`."""
 
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
@@ -75,6 +86,8 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
     `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own.
     """
     full = _named_encoder(run, corpus)
+    if full.is_external:
+        return full
     # Loaded once, and only if a conversion needs it.
     load = cache(partial(open_encoder, Store(run.store.path), full.name, full.fingerprint, only_embeds=False))
     precision = _auto_precision(run, full, load) if run.index.precision == "auto" else run.index.precision
@@ -201,7 +214,32 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
     similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
     folder = store.local_path(paths.encoder_dir(name, fingerprint))
     sizes = metadata["num_views"], metadata["dimension"]
-    return LocalEncoder(folder, name, fingerprint, *sizes, similarity, metadata.get("precision", "fp32"))
+    is_external = metadata["spec"].get("strategy") == EXTERNAL
+    return LocalEncoder(folder, name, fingerprint, *sizes, similarity, metadata.get("precision", "fp32"), is_external)
+
+
+def embeds_texts(store: Store, version: Manifest) -> bool:
+    """Return whether mvr_ray has the model of a version's encoder. Raises like `local_encoder`."""
+    spec = _description(store, version.encoder_name, version.encoder_fingerprint)["spec"]
+    return spec.get("strategy") != EXTERNAL
+
+
+def external_encoder(run: RunConfig, dimension: int) -> LocalEncoder:
+    """The encoder of vectors that another program made: the one that `index.encoder` names, else that of the `encoder`
+    section, which is saved. Raises ConfigError where texts are embedded by the named one."""
+    store, name, section, fingerprint = Store(run.store.path), run.encoder.name, run.encoder, run.index.encoder
+    if fingerprint in ("auto", "trained", "untrained"):
+        settings = {"dimension": dimension, "num_views": section.num_views}
+        spec = {"strategy": EXTERNAL, "normalize": section.normalize, "sentences": "packaged"}
+        fingerprint = hashlib.sha256(json.dumps([name, settings, spec]).encode()).hexdigest()[:16]
+        description = json_with_checksum({"fingerprint": fingerprint, "format_version": 1, **settings, "spec": spec})
+        with suppress(FileExistsError):
+            path = f"{paths.encoder_dir(name, fingerprint)}/{paths.ENCODER_JSON}"
+            store.create_once(path, (json.dumps(description, indent=2) + "\n").encode())
+    encoder = local_encoder(store, name, fingerprint)
+    if not encoder.is_external:
+        raise ConfigError(f"encoder {name}/{fingerprint} embeds the passages itself; leave the vectors out")
+    return encoder
 
 
 def starting_snapshot(run: RunConfig, start: str) -> LocalEncoder:
@@ -239,10 +277,17 @@ def open_encoder(
     store: Store, name: str, fingerprint: str, *, gpu: bool = False, only_embeds: bool = True
 ) -> DualEncoder:
     """Load and check a snapshot, with `gpu` on this process's GPU. `only_embeds` as in `DualEncoder.load`."""
-    folder = local_encoder(store, name, fingerprint).folder
+    encoder = local_encoder(store, name, fingerprint)
+    if encoder.is_external:
+        raise ExternalEncoderError(
+            f"encoder {name}/{fingerprint} is of another program, so no text can be embedded here; embed it there, and "
+            f"search with its vector (in Python Index.search([vector]), over HTTP a list of numbers in place of the "
+            f"text), or by words alone (hybrid 0, with index.lexical). Stages that embed questions, such as evaluate "
+            f"and refine, need an index that mvr_ray encoded"
+        )
     load = partial(DualEncoder.load, only_embeds=only_embeds and not gpu)
-    encoder = store.open_copy(folder, paths.encoder_dir(name, fingerprint), load)
-    return encoder.to("cuda") if gpu else encoder
+    model = store.open_copy(encoder.folder, paths.encoder_dir(name, fingerprint), load)
+    return model.to("cuda") if gpu else model
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,7 @@ from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.periodic import LastResult
-from mvr_ray.distributed.encoders import open_encoder, require_encoder
+from mvr_ray.distributed.encoders import embeds_texts, open_encoder, require_encoder
 from mvr_ray.distributed.indexing.lexical import open_statistics
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
@@ -129,6 +129,7 @@ class Router:
         self._first_depth = lru_cache(MAX_DEPTHS)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
+        self._embeds: bool | None = None
         self._corpus: Corpus | None = None
         self._missing_sources = LastResult(lambda: list(own._find_missing_sources()), SOURCES_S, SOURCES_WAIT_S)
         self._corpus_statistics: CorpusStatistics | None = None
@@ -169,6 +170,13 @@ class Router:
             return self._encoder
 
     @property
+    def embeds(self) -> bool:
+        """Whether texts can be embedded: not where another program made the vectors."""
+        if self._embeds is None:
+            self._embeds = self._encoder is not None or embeds_texts(self.store, self.manifest)
+        return self._embeds
+
+    @property
     def corpus(self) -> Corpus:
         """The passages of the index. Raises MissingInputError if the store lacks the corpus."""
         with self._lock:
@@ -202,7 +210,8 @@ class Router:
         scores of every hit. For them, too, a quarter of the time is reserved if `min_coverage` is below 1."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
-            queries_QD = self.embed(texts)
+            has_vectors = self.embeds or hybrid != 0  # else BM25 alone ranks
+            queries_QD = self.embed(texts) if has_vectors else np.zeros((len(texts), self.dimension), np.float32)
         words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
         has_parts = parts and words is not None
         search_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if has_parts and min_coverage < 1 else deadline
@@ -406,7 +415,8 @@ class Router:
     def _find_missing_sources(self) -> Iterator[str]:
         try:
             require_encoder(self.store, self.manifest)
-            _ = self.encoder
+            if self.embeds:
+                _ = self.encoder
         except NoAnswerError:
             raise
         except (EncoderError, StorageError, MissingInputError) as error:
@@ -440,7 +450,8 @@ class Router:
     def warm_up(self) -> None:
         """Open the encoder and all parts of the corpus if they are there, so that no request waits for it."""
         if not self.missing_sources():
-            self.embed(["the first question"])  # imports, too
+            if self.embeds:
+                self.embed(["the first question"])  # imports, too
             self._open_parts(range(self.corpus.num_shards))
 
     def _open_parts(self, shards: Iterable[int]) -> None:
@@ -467,8 +478,9 @@ class Router:
         return example_queries(self.corpus, num)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        """`DualEncoder.view_spans`, cached for the passages shown last."""
-        return self._spans(passage)
+        """`DualEncoder.view_spans`, cached for the passages shown last; what the views of another program stand for is
+        not known."""
+        return self._spans(passage) if self.embeds else [None] * self.num_views
 
     def matching_snippet(self, passage: Passage, view: int) -> str:
         """The snippet or title that a view represents; nothing for one of the whole passage, or of no part of it."""

@@ -17,7 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from mvr_ray.config import DenseWeight, ServeConfig
-from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
+from mvr_ray.errors import (
+    CoverageError,
+    ExternalEncoderError,
+    FilterError,
+    MvrRayError,
+    OverloadedError,
+    PublishConflictError,
+)
 from mvr_ray.types import Exactness, ShardState
 from mvr_ray.versions import VersionInfo
 
@@ -414,6 +421,9 @@ def to_request_error(error: MvrRayError) -> RequestError:
     """Return the HTTP error for an error of this package."""
     if isinstance(error, PublishConflictError):
         return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
+    if isinstance(error, ExternalEncoderError):
+        message, _, hint = str(error).partition("; ")
+        return RequestError(422, "external_encoder", "", message, hint)
     if isinstance(error, FilterError):
         message, _, hint = str(error).partition("; ")
         return RequestError(422, "wrong_filter", "filter", message, hint)

@@ -17,6 +17,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -58,6 +59,9 @@ from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.store.update import is_rolled_back
 from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 
+if TYPE_CHECKING:
+    from mvr_ray.distributed.indexing.external_vectors import ExternalVectors
+
 log = logging.getLogger(__name__)
 
 
@@ -78,7 +82,7 @@ def index(run: RunConfig, progress: Progress = no_progress, *, keep_rollback: bo
 
 
 def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
-    from mvr_ray.distributed.encoders import resolve_encoder  # with torch, which builders of shards do not need
+    from mvr_ray.distributed.indexing.external_vectors import resolve_vectors  # with torch, which builders do not need
 
     store, cfg = Store(run.store.path), run.index
     live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
@@ -88,23 +92,35 @@ def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
             f"index {cfg.name!r}: version {live}, a roll back, replaced corpus {corpus.name!r} of digest "
             f"{corpus.digest}, so no version of that was made; to publish it: mvr-ray index CONFIG"
         )
-    encoder = resolve_encoder(run, corpus)
+    encoder, external = resolve_vectors(run, corpus)
     before = _open_refined(store, cfg, encoder.fingerprint)
-    task = encode_task(run, corpus, encoder, before)
+    task = encode_task(run, corpus, encoder, before, external.digest if external else "")
     manifests.require_live(store, cfg.name, live)
     with shards.renew_periodically(store, task.draft, task.key, cfg.grace_s):
-        manifest = _build(run, corpus, task, before, progress)
+        manifest = _build(run, corpus, task, before, external, progress)
     store.delete_dir(paths.staging_dir(cfg.name, task.key))
     return manifest
 
 
-def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | None, progress: Progress) -> Manifest:
-    """Make and publish the version of a task; with `before`, from that version's refined views."""
+def _build(
+    run: RunConfig,
+    corpus: Corpus,
+    task: EncodeTask,
+    before: Manifest | None,
+    external: "ExternalVectors | None",
+    progress: Progress,
+) -> Manifest:
+    """Make and publish the version of a task; with `before`, from that version's refined views; of `external` vectors,
+    if any."""
     from mvr_ray.distributed.indexing.encode import encode_corpus  # with torch, too
 
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
     versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
     reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
+    if external:
+        old_shards = {shard: shards.shard_embeddings(store, draft.index, entry) for shard, entry in reusable.items()}
+        changed_shards = [shard for shard, own in old_shards.items() if external.differing(own.ids(), own)]
+        reusable = {shard: entry for shard, entry in reusable.items() if shard not in changed_shards}
     base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
@@ -131,8 +147,11 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
     with session.connect(resources, num_passages, [shards.INDEX_BUILDERS]):
         missing = _not_built(store, task, others)
         carry_over(task, corpus, missing, versions, progress)
-        find_copies(task, corpus, missing, progress)
-        encode_corpus(task, corpus, missing, resources, progress)
+        if external:
+            external.stage(task, corpus, missing, progress)
+        else:
+            find_copies(task, corpus, missing, progress)
+            encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
         vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]
         memory = shards.builder_memory(draft, [0 if shard in reusable else num for shard, num in enumerate(vectors)])
@@ -404,10 +423,11 @@ def _embedded_blocks(
         return
     others = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else []
     others += _copied_blocks(store, task, corpus, shard)
-    rows = sorted(BlockRow(name, at, row) for at, block in enumerate(others) for row, name in enumerate(block.ids))
-    if plan.base is None:
-        ids = corpus.part(shard).ids()
-        encoded_ids = (ids[row] for row in plan.rows_to_encode(len(ids)))  # those of a chunk are compared with it
+    ids = corpus.part(shard).ids()
+    encoded_ids = {ids[row] for row in plan.rows_to_encode(len(ids))}  # given vectors replace those carried over
+    places = (BlockRow(name, at, row) for at, block in enumerate(others) for row, name in enumerate(block.ids))
+    rows = sorted(place for place in places if place.passage_id not in encoded_ids)
+    if plan.base is None:  # the ids of a chunk are compared with it
         _require_ids(ids, [*encoded_ids, *(at.passage_id for at in rows)], f"shard {shard}")
     start = 0
     for block in chunks:

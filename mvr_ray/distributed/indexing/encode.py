@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from mvr_ray.checksums import add_trailer
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.precision import ON_OPENVINO
@@ -163,16 +162,8 @@ class ChunkEncoder:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
             unread_counts = UnreadCounts(*(batch.column(name)[0].as_py() for name in UnreadCounts._fields))
-            self._write(block, path, unread_counts)
+            task.write_chunk(self.store, chunk, block, unread_counts)
         return pa.table({"passages": pa.array([chunk.stop - chunk.start])})
-
-    def _write(self, block: EmbeddingBlock, path: str, unread_counts: UnreadCounts) -> None:
-        with self.store.scratch() as folder:
-            file = folder / "chunk.arrow"
-            with self.task.embedding_writer(file, unread_counts) as writer:
-                writer.write(block)
-            add_trailer(file)
-            self.store.put_file(file, path)
 
 
 def embed_chunk(

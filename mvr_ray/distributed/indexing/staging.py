@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
-from mvr_ray.checksums import with_trailer
+from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.distributed.indexing.shards import STAGED, index_params, parse_staged
 from mvr_ray.errors import DigestError, FormatError, StagingError
@@ -24,7 +24,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import ALL_READ, UnreadCounts
+from mvr_ray.types import ALL_READ, EmbeddingBlock, UnreadCounts
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.encoders import LocalEncoder
@@ -102,6 +102,17 @@ class EncodeTask(NamedTuple):
         draft = self.draft
         return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, unread_counts=unread_counts)
 
+    def write_chunk(
+        self, store: Store, chunk: ChunkRange, block: EmbeddingBlock, unread_counts: UnreadCounts = ALL_READ
+    ) -> None:
+        """Write the embeddings of a chunk whole."""
+        with store.scratch() as folder:
+            file = folder / "chunk.arrow"
+            with self.embedding_writer(file, unread_counts) as writer:
+                writer.write(block)
+            add_trailer(file)
+            store.put_file(file, self.chunk_path(chunk))
+
     def open_corpus(self) -> Corpus:
         return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
 
@@ -155,9 +166,11 @@ def checked_params(run: RunConfig, dimension: int) -> IndexParams:
     return params
 
 
-def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before: Manifest | None = None) -> EncodeTask:
+def encode_task(
+    run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before: Manifest | None = None, vectors: str = ""
+) -> EncodeTask:
     """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
-    passages are kept.
+    passages are kept, `vectors` the digest of given vectors.
 
     The staging key covers everything that changes an embedding's bytes. Raises ShardIndexError for index parameters
     that do not fit the encoder.
@@ -165,7 +178,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before:
     store, index = Store(run.store.path), run.index
     params = checked_params(run, encoder.dimension)
     stage_parts = [corpus.digest, *_encoding(index, encoder.fingerprint)]
-    key = _digest([*stage_parts, *([before.content_digest()] if before else [])])
+    key = _digest([*stage_parts, *([before.content_digest()] if before else []), *([vectors] if vectors else [])])
     draft = Manifest(
         index=index.name,
         operation=REFINED if before else "index",

@@ -1,0 +1,208 @@
+"""Indexes of vectors that another program made: answers of brute force over them, changes, versions and errors."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mvr_ray import Index
+from mvr_ray.cli import main
+from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError
+from mvr_ray.serving.schemas import to_request_error
+from mvr_ray.types import FloatArray
+
+D = 16
+RNG = np.random.default_rng(5)
+SETTINGS = {"index": {"lexical": True}, "prepare": {"num_shards": 3}}
+
+
+def unit(*shape: int) -> FloatArray:
+    values = RNG.normal(size=shape)
+    return (values / np.linalg.norm(values, axis=-1, keepdims=True)).astype(np.float32)
+
+
+PASSAGES = [{"id": f"p{row}", "text": f"Text {row} about topic {row % 4}.", "year": 1950 + row} for row in range(30)]
+VECTORS = {f"p{row}": unit(row % 3 + 1, D) for row in range(30)}
+QUERIES_QD = unit(4, D)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("external") / "own"
+    Index.build(PASSAGES, vectors=VECTORS, path=path, settings=SETTINGS)
+    return path
+
+
+@pytest.fixture
+def index(store: Path, tmp_path: Path) -> Iterator[Index]:
+    with Index.open(shutil.copytree(store, tmp_path / "own")) as index:
+        yield index
+
+
+def brute_force(vectors: Mapping[str, FloatArray], query_D: FloatArray, k: int) -> list[str]:
+    scores = {name: (np.float32(np.float16(own_VD)) @ query_D).max() for name, own_VD in vectors.items()}
+    return sorted(scores, key=lambda name: (-scores[name], name))[:k]
+
+
+def assert_exact(index: Index, vectors: Mapping[str, FloatArray]) -> None:
+    for hits, query_D in zip(index.search(QUERIES_QD, k=7), QUERIES_QD):
+        assert hits.exact.certified
+        assert [hit.id for hit in hits] == brute_force(vectors, query_D, 7)
+
+
+def write(path: Path, vectors: Mapping[str, FloatArray]) -> Path:
+    rows = [(name, view, own_D.tolist()) for name, own_VD in vectors.items() for view, own_D in enumerate(own_VD)]
+    RNG.shuffle(rows)
+    ids, views, lists = zip(*rows)
+    pq.write_table(pa.table({"passage_id": ids, "view": views, "vector": lists}), path)
+    return path
+
+
+def test_hits_are_those_of_brute_force_over_the_external_vectors_also_under_a_filter(index: Index):
+    assert_exact(index, VECTORS)
+    late = {name: own for name, own in VECTORS.items() if int(name[1:]) >= 20}
+    for hits, query_D in zip(index.search(QUERIES_QD, k=7, filter={"year": {"gte": 1970}}), QUERIES_QD):
+        assert [hit.id for hit in hits] == brute_force(late, query_D, 7)
+        assert hits[0].text and hits[0].snippet is None
+
+
+def test_a_file_in_any_order_and_pairs_give_the_same_shards(index: Index, tmp_path: Path):
+    file = write(tmp_path / "all.parquet", VECTORS)
+    other = Index.build(PASSAGES, vectors=file, path=tmp_path / "other", settings=SETTINGS)
+    assert other.manifest.content_digest() == index.manifest.content_digest()
+    assert other.manifest.shards == index.manifest.shards
+
+
+def test_changes_give_the_answers_and_the_vectors_of_what_they_name_and_keep_the_others(index: Index):
+    vectors = {**VECTORS, "p3": unit(2, D), "p99": unit(1, D), "p6": unit(3, D)}
+    own = [(name, vectors[name]) for name in ("p3", "p99")]
+    index.upsert([("p3", "A new text."), ("p99", PASSAGES[1]["text"])], vectors=own)  # a text of another passage
+    index.upsert([], vectors={"p6": vectors["p6"], "p7": vectors["p7"]})  # the texts stay, and of one the vectors
+    assert index.manifest.metrics["encoded"] == 1
+    index.delete("p4")
+    del vectors["p4"]
+    index.upsert([{**PASSAGES[5], "year": 1999}])  # a field alone needs no vectors
+    assert_exact(index, vectors)
+    version = index.manifest.version
+    assert index.upsert([], vectors=vectors).version == version  # nothing differs
+    index.rollback(1)
+    assert_exact(index, VECTORS)
+
+
+def test_vectors_of_an_index_over_other_shards_are_replaced_by_the_given_ones(index: Index, tmp_path: Path):
+    settings = {"index": {"lexical": True, "name": "second"}, "prepare": {"num_shards": 2}}
+    vectors = {**VECTORS, "p2": unit(2, D)}
+    with Index.build(PASSAGES, vectors=vectors, path=tmp_path / "own", settings=settings) as second:
+        assert_exact(second, vectors)
+
+
+def test_the_command_line_indexes_a_file_then_the_vectors_of_an_update(tmp_path: Path, capsys):
+    run, changes = tmp_path / "run.yaml", tmp_path / "new.jsonl"
+    (tmp_path / "passages.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in PASSAGES))
+    run.write_text(
+        f"store: {{path: {tmp_path}/store}}\nprepare: {{sources: [{{path: {tmp_path}/passages.jsonl}}]}}\n"
+        "encoder: {name: theirs, num_views: 3}\n"
+    )
+    changes.write_text('{"id": "p1", "text": "Another text."}\n')
+    vectors = {**VECTORS, "p1": unit(2, D)}
+    for words in (
+        ["prepare"],
+        ["index", f"index.vectors={write(tmp_path / 'all.parquet', VECTORS)}"],
+        ["update", f"changes={changes}"],
+        ["index", f"index.vectors={write(tmp_path / 'new.parquet', {'p1': vectors['p1']})}"],
+        ["versions", "verify"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([words[0], str(run), *words[1:]])
+        assert not end.value.code, capsys.readouterr().err
+    with Index.open(tmp_path / "store") as index:
+        assert index.manifest.num_views == 3
+        assert_exact(index, vectors)
+
+
+def test_words_alone_rank_a_text_and_whatever_embeds_it_says_what_to_do(index: Index):
+    best = index.search("topic text 17", k=1, hybrid=0)
+    assert best[0].id == "p17"
+    questions = [(f"topic {row}", "topic") for row in range(9)]
+    for call in (
+        lambda: index.search("topic"),
+        lambda: index.search("topic", hybrid=20),
+        lambda: index.explain("topic"),
+        lambda: index.evaluate(questions),
+        lambda: index.refine(questions),
+        lambda: index.encoder,
+    ):
+        with pytest.raises(ExternalEncoderError, match="search with its vector") as error:
+            call()
+    assert to_request_error(error.value).status == 422
+
+
+def test_a_file_of_other_columns_is_refused(index: Index, tmp_path: Path):
+    file = tmp_path / "other.parquet"
+    for columns, problem in (
+        ({"id": ["p1"], "vector": [[1.0]]}, "no Parquet file with columns passage_id"),
+        ({"passage_id": ["p1"], "view": ["0"], "vector": [[1.0]]}, "view and vector are string"),
+        ({"passage_id": ["p1"], "view": [0], "vector": [[1]]}, "vector are int64 and list"),
+        ({"passage_id": ["p1", "p2"], "view": [0, 0], "vector": [[1.0], [0.0, 1.0]]}, "vectors of 1, 2 numbers"),
+        ({"passage_id": ["p1", None], "view": [0, 0], "vector": [[1.0], [1.0]]}, "give each row an id"),
+        ({"passage_id": ["p1"], "view": [0], "vector": [[1.0, None]]}, "'p1' has a number that is missing"),
+        ({"passage_id": ["p1"], "view": [-1], "vector": [[1.0] + [0.0] * (D - 1)]}, "a view outside 0..7"),
+    ):
+        pq.write_table(pa.table(columns), file)
+        with pytest.raises(DataError, match=problem):
+            index.upsert([], vectors=file)
+    with pytest.raises(MissingInputError, match=r"nothing\.parquet does not exist"):
+        index.upsert([], vectors=tmp_path / "nothing.parquet")
+
+
+@pytest.mark.parametrize(
+    ("vectors", "problem"),
+    [
+        (None, "vectors= lacks those of p3"),
+        ({"p4": unit(D)}, "vectors= lacks those of p3"),
+        ({"p3": unit(D), "p77": unit(D)}, "has no passage p77"),
+        ({"p3": unit(D + 1)}, "vectors of 17 numbers, the index has 16"),
+        ({"p3": unit(9, D)}, "a view outside 0..7"),
+        ({"p3": np.full(D, np.nan)}, "'p3' has a number that is missing, or not finite"),
+        ({"p3": np.full(D, 7e4)}, "not finite in fp16"),
+        ({"p3": 2 * unit(D)}, "of another length than 1; scale"),
+        ([("p3", unit(D)), ("p3", unit(D))], "'p3' has a view twice"),
+        ([("p3", unit(D)), ("p4", unit(3))], "pair 1 is .* give an id and a vector of 16 numbers"),
+        ([("p3", [[0.1], [0.1, 0.2]])], "pair 0 is"),
+        ([3], "pair 0 is 3"),
+        ([], "there are none"),
+    ],
+)
+def test_wrong_vectors_are_refused_before_anything_changes(index: Index, vectors, problem: str):
+    corpus = index._live_corpus().digest
+    with pytest.raises(DataError, match=problem):
+        index.upsert([("p3", "A new text.")], vectors=vectors)
+    assert (index.manifest.version, index._live_corpus().digest) == (1, corpus)
+
+
+def test_a_build_names_the_passages_without_vectors_and_publishes_nothing(tmp_path: Path):
+    vectors = {name: own for name, own in VECTORS.items() if name != "p8"}
+    with pytest.raises(DataError, match=r"1 passage without vectors .*: p8"):
+        Index.build(PASSAGES, vectors=vectors, path=tmp_path)
+    with pytest.raises(MissingInputError):
+        Index.open(tmp_path)
+
+
+def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):
+    vectors = {name: 5 * own for name, own in VECTORS.items()}
+    settings = {"encoder": {"normalize": False}}
+    with Index.build(PASSAGES, vectors=vectors, path=tmp_path, settings=settings) as index:
+        assert index.manifest.similarity == "inner_product"
+        assert_exact(index, vectors)
+
+
+def test_an_index_that_embeds_texts_refuses_vectors(tiny_backbone: Path, tmp_path: Path):
+    index = Index.build(PASSAGES[:3], model=tiny_backbone, path=tmp_path)
+    with pytest.raises(ConfigError, match="embeds the passages itself; leave the vectors out"):
+        index.upsert([("p1", "A new text.")], vectors={"p1": unit(D)})
+    assert index.manifest.version == 1
