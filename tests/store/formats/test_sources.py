@@ -755,8 +755,8 @@ def test_text_files_that_cannot_be_used_are_named(write: Write):
     write("notes/b2.md", "---\ndate: 2024-02-30\n---\ntext\n")
     for number, value in enumerate(("!!bool maybe", '!!int ""', "!!timestamp x")):
         write(f"notes/b4-{number}.md", f"---\ntitle: {value}\n---\ntext\n")
-    nested = "".join(f"{name}: &{name} [{9 * f'*{before}, '}]\n" for before, name in itertools.pairwise("abcdefghi"))
-    write("notes/b5.md", f"---\na: &a [x]\n{nested}title: *i\n---\ntext\n")  # as a text of 9^9 items
+    aliases = "".join(f"{name}: &{name} [{9 * f'*{before}, '}]\n" for before, name in itertools.pairwise("abcdefghi"))
+    write("notes/b5.md", f"---\na: &a [x]\n{aliases}title: *i\n---\ntext\n")  # as a text of 9^9 items
     write("notes/b3.md", "---\nyear: 1950\ntitle: Alps\nyear: 1960\n---\ntext\n")
     root = write("notes/c.txt", b"caf\xe9\n").parent
     assert bad(read(root)) == [
