@@ -8,8 +8,6 @@ import sys
 from wikipedia import passages, questions
 
 from mvr_ray import Index
-from mvr_ray.config import RunConfig
-from mvr_ray.distributed.train import train
 
 PATH = "example-store/train"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 40
@@ -19,10 +17,7 @@ index = Index.build(rows, path=PATH, settings={"index": {"encoder": "untrained"}
 index.add_questions(questions(rows), "descriptions")
 before = index.evaluate("descriptions", k=[1, 5])
 
-settings = index.run.model_dump()
-settings["train"] |= {"loss": "camvr", "max_steps": STEPS, "batch_questions": 16, "num_hard_negatives": 0}
-settings["resources"] |= {"train_workers": 0}  # in this process
-model = train(RunConfig.model_validate(settings), print)
+model = index.train(loss="camvr", max_steps=STEPS, batch_questions=16, num_hard_negatives=0, progress=print)
 print("trained:", model.name, model.fingerprint)
 
 index = Index.build(rows, path=PATH, settings={"index": {"encoder": "trained"}})

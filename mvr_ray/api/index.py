@@ -26,6 +26,7 @@ from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run, resolve_path
+from mvr_ray.config.train import check_train
 from mvr_ray.errors import (
     ConfigError,
     DataError,
@@ -43,7 +44,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
-from mvr_ray.store.filters import Filter, parse_filter
+from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId, PassageRecord
 from mvr_ray.store.formats.view_vectors import read_vectors, write_vectors
 from mvr_ray.store.manifest import Manifest
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.refinement.report import RefineReport
     from mvr_ray.distributed.router import Router
+    from mvr_ray.distributed.train import TrainedModel
+    from mvr_ray.store.formats.rankings import RankedQuestion
 
 T = TypeVar("T")
 BATCH_QUERIES = 256
@@ -404,11 +407,7 @@ class Index:
                     f"refine: questions are given, but the run file's refine.feedback, {self.run.refine.feedback}, "
                     f"would be learned from instead; pass feedback=None, or leave the questions out"
                 )
-            own_questions = self._questions(questions)
-            if not isinstance(own_questions, str):
-                digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
-                own_questions = self.add_questions(own_questions, f"refine-{digest[:12]}")
-            own["questions"] = own_questions
+            own["questions"] = self._set_of(questions, "refine")
         elif not {"questions", "feedback"} & set(own):
             path = copy_judgements(self._store, self.run.index.name)
             if path is None:
@@ -419,6 +418,42 @@ class Index:
             report = refine(run, callback)
         self._follow()
         return report
+
+    def train(
+        self,
+        questions: Any = None,
+        *,
+        dev: Any = None,
+        loss: str | Callable[..., Any] | None = None,
+        progress: Progress | bool = False,
+        **settings: Any,
+    ) -> "TrainedModel":
+        """Train an encoder on questions with positive ids, or without any on sentences of the passages, and store it as
+        the newest of its name. `Index.build` over the same passages then indexes them with it.
+
+            index.train(questions, dev=dev_questions, epochs=3, lr=2e-5)
+            index.train("train", hard_negatives="train_mined", loss=my_loss)
+
+        `questions` and `dev`, whose accuracy selects the best epoch, as of `add_questions`, or names of stored sets;
+        `settings` are those of the run file's `train` section. `loss` is one of that section, or a function of the
+        signature of `mvr_ray.core.learning.losses.mvr_loss`, which returns the same, or one tensor. A training that
+        has finished is found again by its settings, its data and the source of that function, and not of what that
+        calls. It runs in this process unless `resources.train_workers` of the settings is given. Raises ConfigError,
+        DataError.
+        """
+        from mvr_ray.distributed.train import train
+
+        own = dict(settings)
+        for key, value in (("questions", questions), ("dev_questions", dev)):
+            if value is not None:
+                own[key] = self._set_of(value, "train")
+        if isinstance(loss, str):
+            own["loss"] = loss
+        workers = {} if "train_workers" in self.run.resources.model_fields_set else {"train_workers": 0}
+        run = self._with(train=own, resources=workers, prepare={"corpus": self._newest().corpus})
+        check_train(run.train)
+        with _progress_callback(progress) as callback:
+            return train(run, callback, None if isinstance(loss, str) else loss)
 
     def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
@@ -485,10 +520,50 @@ class Index:
         else:
             sets = [QuestionSet(name, self._with_chunks(self._live_corpus(), own, name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
-        weight = {} if hybrid is None else {"hybrid": None if hybrid == "off" else hybrid}
-        run = self._with(evaluate={"questions": [name], "k": depths}, search=weight)
+        run = self._with(evaluate={"questions": [name], "k": depths}, search=_weight(hybrid))
         with _progress_callback(progress) as callback:
             return evaluate(run, callback, sets)
+
+    def retrieve(
+        self,
+        questions: Any,
+        k: int = 100,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        hybrid: Hybrid = None,
+        progress: Progress | bool = False,
+    ) -> "list[RankedQuestion]":
+        """Rank passages of the live version for many questions, for metrics of your own: each question with its best
+        `k` passages (`id`, `title`, `text`, `score`, `has_answer`, `view`, `snippet`).
+
+            scores = {one.question.id: {hit.id: hit.score for hit in one.passages} for one in index.retrieve("dev")}
+            ir_measures.calc_aggregate([ir_measures.nDCG @ 10], qrels, scores)
+
+        `questions` as of `add_questions`, or the name of a stored set; `filter` and `hybrid` as of `search`. `mvr-ray
+        retrieve` writes the same ranking as a file of TREC and other formats.
+        """
+        from mvr_ray.distributed.retrieve import QuestionSet, RankSettings, question_set, rank_questions
+        from mvr_ray.distributed.router import open_router
+
+        live, own = self._newest(), self._questions(questions)
+        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
+        if isinstance(own, str):
+            sets = [question_set(corpus, own)]
+        else:
+            sets = [QuestionSet("retrieve", self._with_chunks(corpus, own, "retrieve"))]
+        run = self._with(retrieve={"k": k}, search=_weight(hybrid))
+        options = {"match": run.evaluate.match, "filter": to_plain_filter(filter), "hybrid": run.search.hybrid}
+        settings = RankSettings(run.retrieve.k, texts=True, snippets=True, **options)
+        with _progress_callback(progress) as callback, open_router(run, live.version) as router:
+            return list(rank_questions(run, router, sets, settings, callback))
+
+    def _set_of(self, questions: Any, use: str) -> str:
+        """Return the name of a stored set, or store the questions under a name of this use."""
+        own = self._questions(questions)
+        if isinstance(own, str):
+            return own
+        digest = hashlib.sha256(repr(own).encode(errors="backslashreplace")).hexdigest()
+        return self.add_questions(own, f"{use}-{digest[:12]}")
 
     def _questions(self, questions: Any) -> str | list[Question]:
         """Return the name of a stored set, or the questions of a file or an iterable."""
@@ -650,6 +725,11 @@ def _with_retries(publish: Callable[[], T]) -> T:
         with suppress(PublishConflictError, StagingError):  # a faster process removes what both staged
             return publish()
     return publish()
+
+
+def _weight(hybrid: Hybrid) -> dict[str, Any]:
+    """Return the `search` settings of a weight; none if it is absent."""
+    return {} if hybrid is None else {"hybrid": None if hybrid == "off" else hybrid}
 
 
 def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:

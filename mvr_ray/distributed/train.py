@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
-from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
+from mvr_ray.distributed.training.steps import OwnLoss, StepLoop, TrainingJob
 from mvr_ray.errors import ConfigError, FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -67,8 +67,9 @@ class TrainedModel(NamedTuple):
     metrics_file: str
 
 
-def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train by the `train` section and record the model as the newest of its name.
+def train(run: RunConfig, progress: Progress = no_progress, loss: Callable[..., Any] | None = None) -> TrainedModel:
+    """Train by the `train` section and record the model as the newest of its name. `loss` replaces that of a retriever
+    (`train.loss`): a function of the signature of `losses.mvr_loss`, which returns the same or one tensor.
 
     Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError
     when the workers cannot be placed or keep dying.
@@ -82,7 +83,10 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
                 "of the corpus: %s",
                 ", ".join(names),
             )
-        job = loop.open_job(run, corpus.digest)
+        if loss and loop is not RetrieverLoop:
+            raise ConfigError(f"train: a loss of your own is for a retriever, and train.task is {run.train.task}")
+        own: dict[str, Any] = {"loss": OwnLoss.of(loss)} if loss else {}
+        job = loop.open_job(run, corpus.digest, **own)
         try:
             latest_fingerprint(store, loop.kind, job.name)
         except StorageError as error:  # a damaged record is replaced, one of a newer program is not
@@ -96,7 +100,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
         log.info("training: %s examples=%d workers=%d metrics=%s", *what)
         session.announce(f"loss and dev figures, also while it runs: {metrics_file}")
         if workers:
-            state = _train_on_workers(run, corpus.digest, job.checkpoints.folder, progress)
+            state = _train_on_workers(run, corpus.digest, job.checkpoints.folder, progress, own)
         else:
             state = loop(job, progress, _own_device(run)).run()
         record = _finished_record(loop, store, job)
@@ -181,9 +185,11 @@ def _own_device(run: RunConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _train_on_workers(run: RunConfig, corpus_digest: str, folder: str, progress: Progress) -> TrainState:
-    """Train on Ray Train workers in one process group, with the corpus of this digest and checkpoints in this folder;
-    returns rank 0's state.
+def _train_on_workers(
+    run: RunConfig, corpus_digest: str, folder: str, progress: Progress, own: dict[str, Any]
+) -> TrainState:
+    """Train on Ray Train workers in one process group, with the corpus of this digest, checkpoints in this folder and
+    `own` arguments of the job; returns rank 0's state.
 
     Workers start again, at the newest checkpoint, where one died. Raises ResourceError when they cannot be placed or
     keep dying, and at once an error that they would only repeat.
@@ -199,7 +205,7 @@ def _train_on_workers(run: RunConfig, corpus_digest: str, folder: str, progress:
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
         config = {"run": worker_run.model_dump(mode="json"), "working_folder": str(Path.cwd())}
-        config |= {"corpus_digest": corpus_digest, "checkpoints": folder}
+        config |= {"corpus_digest": corpus_digest, "checkpoints": folder, "own": own}
         restarts_left = MAX_RESTARTS
         while True:
             trainer = make_trainer(
@@ -232,7 +238,7 @@ def _worker(config: dict[str, Any]) -> str:
     device = get_device()
     assert isinstance(device, torch.device)
     loop = LOOPS[run.train.task]
-    job = loop.open_job(run, config["corpus_digest"])
+    job = loop.open_job(run, config["corpus_digest"], **config["own"])
     if job.checkpoints.folder != config["checkpoints"]:
         raise ConfigError(
             "the workers would train from other data than this command opened: a question set of the train section, or "

@@ -47,11 +47,11 @@ from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.distributed import encoders, hot_swap
+from mvr_ray.distributed import hot_swap
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, try_weights
-from mvr_ray.distributed.indexing import build_index
+from mvr_ray.distributed.indexing import build_index, external_vectors
 from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
@@ -944,8 +944,10 @@ def test_a_change_goes_on_after_a_faster_one_and_keeps_it(index: Index, at: str)
 def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(index: Index, monkeypatch):
     with Index(index.run) as rival:
         faster = once(lambda: rival.upsert([("other", "Text.")]), "resolve")
-        resolve = encoders.resolve_encoder
-        monkeypatch.setattr(encoders, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
+        resolve = external_vectors.resolve_encoder
+        monkeypatch.setattr(
+            external_vectors, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1]
+        )
         index.upsert([("mine", "Text.")])
     assert {*index.passages(["mine", "other"])} == {"mine", "other"}
 

@@ -35,7 +35,7 @@ from mvr_ray.core.learning.training import (
 from mvr_ray.distributed.encoders import encoder_spec, make_encoder, open_encoder, starting_snapshot
 from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import open_dev, open_examples
-from mvr_ray.distributed.training.steps import StepLoop, TrainingJob, training_job
+from mvr_ray.distributed.training.steps import OwnLoss, StepLoop, TrainingJob, training_job
 from mvr_ray.errors import ConfigError, EncoderError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -115,7 +115,7 @@ class RetrieverLoop(StepLoop):
     figures = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv")
 
     @classmethod
-    def open_job(cls, run: RunConfig, corpus_digest: str | None = None) -> TrainingJob:
+    def open_job(cls, run: RunConfig, corpus_digest: str | None = None, loss: OwnLoss | None = None) -> TrainingJob:
         workers = run.resources.train_workers
         if run.train.batch_questions % max(1, workers):
             raise ConfigError(
@@ -126,7 +126,7 @@ class RetrieverLoop(StepLoop):
         model = starting_encoder(run, corpus)
         loss_name(run, model)
         data = open_examples(corpus, model.splitter, run.train), open_dev(corpus, run.train)
-        return training_job(run, run.encoder.name, corpus, model, data, [run.digest("encoder", "train")])
+        return training_job(run, run.encoder.name, corpus, model, data, [run.digest("encoder", "train")], loss)
 
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
         self.model: DualEncoder
@@ -167,14 +167,15 @@ class RetrieverLoop(StepLoop):
     def _learn(self, batch: JoinedBatch) -> dict[str, float]:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
         answer_QV = None
-        if self.loss == "camvr":
+        own = self.job.loss
+        if self.loss == "camvr" or (own and self.model.spec.has_snippets):
             answer_QV = torch.from_numpy(self._answer_views(batch)).to(self.device)
         tau = self._temperature(self.state.step)
 
         def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> losses.LossTerms:
             known_QP = torch.zeros(len(queries_QD), len(views_PVD), dtype=torch.bool, device=self.device)
             known_QP[:, : batch.known_QP.shape[1]] = torch.from_numpy(batch.known_QP).to(self.device)
-            terms = _LOSSES[self.loss](
+            terms = (own.function if own else _LOSSES[self.loss])(
                 queries_QD,
                 views_PVD,
                 mask_PV,
@@ -186,6 +187,8 @@ class RetrieverLoop(StepLoop):
                 answer_share=self.cfg.answer_share,
                 known_QP=known_QP,
             )
+            if isinstance(terms, Tensor):
+                terms = losses.LossTerms(terms, terms.detach(), torch.zeros_like(terms))
             if not self.cfg.distil_weight:
                 return terms
             teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)

@@ -6,12 +6,13 @@ of a step and the metrics of an epoch: `retriever`, or `TaskModelLoop` for a mod
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +27,7 @@ from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, plan_epoch
+from mvr_ray.core.learning.losses import LossTerms
 from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
 from mvr_ray.distributed.models import MODEL_CLASSES, translate_out_of_memory
 from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
@@ -54,16 +56,43 @@ class TrainingJob(NamedTuple):
     examples: Any
     dev: Any
     checkpoints: Checkpoints
+    loss: "OwnLoss | None" = None
+
+
+class OwnLoss(NamedTuple):
+    """A user's function of the signature of `losses.mvr_loss`, and its source, which distinguishes its training."""
+
+    function: Callable[..., LossTerms | Tensor]
+    source: str
+
+    @classmethod
+    def of(cls, function: Callable[..., LossTerms | Tensor]) -> "OwnLoss":
+        """Read the source of a function. Raises ConfigError where it has none."""
+        try:
+            return cls(function, inspect.getsource(function))
+        except (OSError, TypeError):
+            raise ConfigError(
+                f"train: the source of the loss {function!r:.60} cannot be read, and a training is found again by it; "
+                f"define the loss by def, in a file or a cell of a notebook"
+            ) from None
 
 
 def training_job(
-    run: RunConfig, name: str, corpus: Corpus, model: Any, data: tuple[Any, Any], settings: Sequence[Any]
+    run: RunConfig,
+    name: str,
+    corpus: Corpus,
+    model: Any,
+    data: tuple[Any, Any],
+    settings: Sequence[Any],
+    loss: OwnLoss | None = None,
 ) -> TrainingJob:
     """Make the job of a rank. `data` are the examples and the dev set; checkpoints are under a digest of everything
-    that determines the weights: these settings, the initial weights, and the content of the data."""
+    that determines the weights: these settings, the source of an own loss, the initial weights, and the content of the
+    data."""
+    settings = [*settings, loss.source] if loss else settings
     parts = [*settings, model.fingerprint, corpus.digest, *input_digests(corpus, run.train)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    return TrainingJob(run, name, model, *data, Checkpoints(corpus.store, paths.training_dir(name, key)))
+    return TrainingJob(run, name, model, *data, Checkpoints(corpus.store, paths.training_dir(name, key)), loss)
 
 
 class Schedule(NamedTuple):

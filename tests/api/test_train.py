@@ -1,0 +1,85 @@
+"""Training and ranking by `Index`: as the stages do it, with losses and metrics of one's own."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mvr_ray import Index
+from mvr_ray.core.learning import losses
+from mvr_ray.distributed.retrieve import retrieve
+from mvr_ray.errors import ConfigError
+
+PASSAGES = [(f"p{row}", f"Tower {row} stands in city {row}. It was built in year {1900 + row}.") for row in range(12)]
+QUESTIONS = [
+    {"id": f"q{row}", "question": f"When was tower {row} built?", "answers": [f"{1900 + row}"], "positive_ids": [name]}
+    for row, (name, _) in enumerate(PASSAGES)
+]
+STEPS = {"max_steps": 2, "batch_questions": 4, "num_hard_negatives": 0, "lr": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def index(tiny_backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    settings = {"encoder": {"num_views": 2}, "index": {"precision": "fp32", "lexical": True}}
+    path = tmp_path_factory.mktemp("train") / "store"
+    with Index.build(PASSAGES, model=tiny_backbone, path=path, settings=settings) as index:
+        index.add_questions(QUESTIONS, "towers")
+        yield index
+
+
+def own_mvr_loss(*tensors, **settings):
+    return losses.mvr_loss(*tensors, **settings)
+
+
+def own_total(*tensors, **settings):
+    return losses.mvr_loss(*tensors, **settings).total
+
+
+def own_hinge_loss(queries_QD, views_PVD, mask_PV, positive_Q, *, scale, **others):
+    scores_QP = scale * losses.pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
+    return (1 + scores_QP - scores_QP.gather(1, positive_Q[:, None])).clamp(min=0).mean()
+
+
+def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(index: Index):
+    by_name = index.train("towers", dev=QUESTIONS[:4], loss="mvr", **STEPS)
+    assert by_name.epochs[0].dev_top1 is not None
+    for loss in (own_mvr_loss, own_total):
+        assert index.train("towers", dev=QUESTIONS[:4], loss=loss, **STEPS).fingerprint == by_name.fingerprint
+    steps: list[int] = []
+    other = index.train("towers", loss=own_hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
+    assert other.fingerprint != by_name.fingerprint and max(steps) == 2
+    steps.clear()
+    again = index.train("towers", loss=own_hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
+    assert again.fingerprint == other.fingerprint and not steps
+
+
+def test_a_loss_without_a_source_and_one_for_another_task_are_refused(index: Index):
+    with pytest.raises(ConfigError, match=r"the source of the loss .* cannot be read"):
+        index.train("towers", loss=functools.partial(own_mvr_loss), **STEPS)
+    with pytest.raises(ConfigError, match=r"a loss of your own is for a retriever, and train\.task is reader"):
+        index.train("towers", loss=own_mvr_loss, task="reader")
+    with pytest.raises(ConfigError, match="learning_rate"):
+        index.train("towers", learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("hybrid", [None, "rrf"])
+def test_rankings_are_those_of_a_search_and_of_the_file_that_the_stage_writes(index: Index, hybrid, tmp_path: Path):
+    ranking = index.retrieve("towers", k=5, hybrid=hybrid)
+    texts = [question["question"] for question in QUESTIONS]
+    for one, hits in zip(ranking, index.search(texts, k=5, hybrid=hybrid), strict=True):
+        assert [(hit.id, hit.view) for hit in one.passages] == [(hit.id, hit.view) for hit in hits]
+        assert [hit.score for hit in one.passages] == pytest.approx([hit.score for hit in hits], abs=1e-5)
+        assert [hit.has_answer for hit in one.passages] == [one.question.answers[0] in hit.text for hit in hits]
+    run = index._with(retrieve={"k": 5}, search={"hybrid": hybrid})
+    retrieve(run, "towers", tmp_path / "run.trec", "trec")
+    lines = [line.split() for line in (tmp_path / "run.trec").read_text().splitlines()]
+    ids = [[hit.id for hit in one.passages] for one in ranking]
+    expected = [(one.question.id, name) for one, own in zip(ranking, ids) for name in own]
+    assert [(line[0], line[2]) for line in lines] == expected
+    assert [[hit.id for hit in one.passages] for one in index.retrieve(texts[:3], k=5, hybrid=hybrid)] == ids[:3]
+
+
+def test_a_filter_restricts_a_ranking(index: Index):
+    [one] = index.retrieve(["Which tower?"], k=20, filter={"id": {"in": ["p3", "p7"]}})
+    assert {hit.id for hit in one.passages} == {"p3", "p7"}
