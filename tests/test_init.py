@@ -176,6 +176,39 @@ def test_a_set_named_after_training_is_learned_from_and_the_others_measure(
     assert outcome.questions == dict.fromkeys(sorted(names), 1)
 
 
+@pytest.mark.parametrize("name", ["bge.jsonl", "anchors.csv", "triples.tsv"])
+def test_training_triples_give_passages_and_questions_with_negatives(initialize, tmp_path: Path, name: str) -> None:
+    triples = [("what flows", "The Nile flows.", "Alps."), ("what is high", "Alps.", "The Nile flows.")]
+    lines = {
+        "bge.jsonl": [json.dumps({"query": q, "pos": [p], "neg": [n]}) for q, p, n in triples],
+        "anchors.csv": ["anchor,positive,negative", *map(",".join, triples)],
+        "triples.tsv": [*map("\t".join, triples)],
+    }
+    (tmp_path / name).write_text("\n".join(lines[name]) + "\n")
+    run, out, report = initialize(name)
+    assert "words a passage, questions" in out
+    assert (report.passages_written, report.duplicates, report.questions["questions"]) == (2, 2, 2)
+    assert (run.train.questions, run.refine.labels) == ("questions_known", "gold")
+    corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+    text_of = {passage.id: passage.text for passage in corpus}
+    questions = read_questions(corpus, "questions")
+    assert [(q.text, *(text_of[i] for i in (*q.positive_ids, *q.hard_negative_ids))) for q in questions] == triples
+
+
+def test_ids_of_hard_negatives_have_common_names_too(initialize, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n2,The Alps are high.\n")
+    row = {
+        "query_id": "q7",
+        "query_text": "What flows?",
+        "positive_document_ids": ["1"],
+        "negative_document_ids": ["2"],
+    }
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    run, *_ = initialize("p.csv", "train.jsonl")
+    [question] = read_questions(Corpus.open(Store(run.store.path), run.prepare.corpus), "questions")
+    assert (question.id, question.positive_ids, question.hard_negative_ids) == ("q7", ("1",), ("2",))
+
+
 def test_nothing_is_trained_on_questions_that_name_no_passage(initialize, tmp_path: Path) -> None:
     (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
     (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "What is long?", "answers": ["Nile"]}) + "\n")

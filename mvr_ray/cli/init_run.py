@@ -28,6 +28,7 @@ from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
 from mvr_ray.store.formats.text_files import Row, csv_rows, first_cells, json_lines, plain_name
+from mvr_ray.store.formats.training_rows import is_training_row
 
 SAMPLE_ROWS = 500
 LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers\n"
@@ -38,7 +39,7 @@ NAMES = {
     "id": ("id", "_id", *ID_NAMES, "key", "url"),
     "title": ("title", "name", "heading", "headline", "subject"),
     "text": ("text", "contents", "content", "body", "passage", "document", "context", "abstract", "extract", "summary"),
-    "question": ("question", "query"),
+    "question": ("question", "query", "query_text"),
     "answers": ("answers", "answer"),
 }
 """Common names of the parts of a passage or question, the first one first."""
@@ -46,11 +47,20 @@ QUESTION_NAMES = {
     "id": ("id", "_id", "question_id", "query_id", "qid", "uid", "uuid", "key"),
     "positive_ids": (
         *("positive_ids", "positive_id", "passage_ids", "passage_id", "pid"),
-        *("doc_ids", "doc_id", "docid", "document_id", "context_id"),
+        *("doc_ids", "doc_id", "docid", "document_id", "context_id", "positive_document_ids"),
+    ),
+    "hard_negative_ids": (
+        *("hard_negative_ids", "hard_negative_id", "negative_ids", "negative_id"),
+        *("negative_passage_ids", "negative_doc_ids", "negative_document_ids"),
     ),
 }
 """The same for the ids of a file of questions alone, where a passage's id names the gold passage."""
-OWN_NAMES = {"id": ("id", "_id"), "text": ("text", "contents"), "answers": ("answers", "answer")}
+OWN_NAMES = {
+    "id": ("id", "_id"),
+    "text": ("text", "contents"),
+    "answers": ("answers", "answer"),
+    "hard_negative_ids": ("hard_negative_ids", "negative_ids"),
+}
 """Names that the readers of rows expect."""
 TRAINING_NAME, DEV_NAME = re.compile(r"(?<![a-z])train"), re.compile(r"(?<![a-z])(dev|val)")
 """Parts of the names of question sets that say what the set is for."""
@@ -120,7 +130,7 @@ def sample_source(path: str) -> SourceSample:
     kind = format_of(source)
     if kind in ("csv", "tsv", "jsonl", "parquet", "text"):
         _require_one_kind(path, files)
-    if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
+    if kind in ("dpr_tsv", "msmarco", "triples") and files[0].is_file():
         columns = [name.lower() for name in first_cells(files[0])]
         common_names = {*NAMES["text"], *NAMES["question"]}
         if columns[:3] != ["id", "text", "title"] and common_names & {*columns}:  # another order or name than DPR's
@@ -191,7 +201,7 @@ def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     """Return the columns of the parts of passages and questions whose names are not those that readers expect."""
-    if not rows:
+    if not rows or is_training_row(rows[0].keys()):
         return {}
     columns = list(dict.fromkeys(key for row in rows for key in row))
     by_lower = {column.lower(): column for column in reversed(columns)}

@@ -44,6 +44,7 @@ class SourceFields(Section):
     """A row with this one is a question."""
     answers: str = "answers"
     positive_ids: str = "positive_ids"
+    hard_negative_ids: Annotated[str, Field(exclude_if=lambda name: name == "hard_negative_ids")] = "hard_negative_ids"
 
 
 class SourceConfig(Section):
@@ -62,6 +63,7 @@ class SourceConfig(Section):
         "dpr_tsv",
         "dpr_json",
         "dpr_jsonl",
+        "triples",
         "qas_csv",
         "csv",
         "tsv",

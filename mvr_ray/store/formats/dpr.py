@@ -1,7 +1,6 @@
 """Read DPR's files: passage TSV, training JSON (array or lines) and question CSV."""
 
 import ast
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from mvr_ray.store.fields import TextCell
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     BadRow,
-    DroppedRow,
     Record,
     passage_record,
     plain_apostrophes,
+    question_id,
     question_record,
-    slug,
 )
 from mvr_ray.store.formats.text_files import Row, csv_header, json_lines, open_text, tsv_rows
+from mvr_ray.store.formats.training_rows import is_training_row, training_records
 
 CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
@@ -42,7 +41,7 @@ def read_dpr_json(path: Path) -> Iterator[Record]:
     with open_text(path) as file:
         reader = JsonReader(file, str(path))
         for number, row in enumerate(reader.items()):
-            yield from _training_row(row, number, path, f"{path}:{reader.line} (row {number})")
+            yield from _dpr_records(row, number, path, f"{path}:{reader.line} (row {number})")
         reader.finish()
 
 
@@ -52,7 +51,7 @@ def read_dpr_jsonl(path: Path) -> Iterator[Record]:
         if isinstance(row, BadRow):
             yield row
         else:
-            yield from _training_row(row.values, number, path, row.where)
+            yield from _dpr_records(row.values, number, path, row.where)
 
 
 def read_qas_csv(path: Path) -> Iterator[Record]:
@@ -69,49 +68,14 @@ def read_qas_csv(path: Path) -> Iterator[Record]:
             yield row
 
 
-def question_id(path: Path, number: int) -> str:
-    """Make the id of a question without one: the file's name up to the first dot, and the row from 0."""
-    return f"{slug(path.name.partition('.')[0])}-{number}"
-
-
-def context_id(context: dict[str, Any]) -> Any:
-    """Return the id of a DPR context: its own, else one made from title and text."""
-    for key in ("passage_id", "psg_id", "id"):
-        if context.get(key) not in (None, ""):
-            return context[key]
-    content = f"{context.get('title') or ''}\0{context.get('text') or ''}"
-    return f"ctx-{hashlib.blake2b(content.encode(errors='replace'), digest_size=8).hexdigest()}"
-
-
-def _training_row(row: Any, number: int, path: Path, where: str) -> Iterator[Record]:
+def _dpr_records(row: Any, number: int, path: Path, where: str) -> Iterator[Record]:
     if not isinstance(row, dict):
         yield BadRow(where, "a row is not an object")
-        return
-    if not row.keys() & {*CONTEXTS}:
+    elif row.keys().isdisjoint(CONTEXTS) and not is_training_row(row.keys()):
         reason = f"no training row of DPR ({CONTEXTS[0]}); write passages and questions one object a line, as .jsonl"
         yield BadRow(where, reason)
-        return
-    ids: dict[str, list[Any]] = {}
-    for kind in CONTEXTS:
-        contexts = row.get(kind) or []
-        if not isinstance(contexts, list) or not all(isinstance(context, dict) for context in contexts):
-            yield BadRow(where, f"{kind} is not a list of objects")
-            return
-        ids[kind] = [context_id(context) for context in contexts]
-    for kind in CONTEXTS:
-        for context, id_ in zip(row.get(kind) or [], ids[kind]):
-            yield passage_record(id_, context.get("title"), context.get("text"), where, repeats=True)
-    if not ids["positive_ctxs"]:
-        yield DroppedRow(where, "DPR training row without a positive passage")
-        return
-    yield question_record(
-        row["id"] if row.get("id") not in (None, "") else question_id(path, number),
-        plain_apostrophes(row.get("question")),
-        where,
-        answers=row.get("answers") or row.get("answer"),
-        positive_ids=ids["positive_ctxs"],
-        hard_negative_ids=ids["hard_negative_ctxs"] or ids["negative_ctxs"],
-    )
+    else:
+        yield from training_records(row, number, path, where)
 
 
 def _literal_list(text: str) -> list[str] | None:

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.dpr import context_id
 from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import json_lines
+from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import read_trec_run
 
 

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError
 from mvr_ray.store.files import finished_file
-from mvr_ray.store.formats.dpr import context_id, question_id
 from mvr_ray.store.formats.json_stream import JsonReader
-from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.records import BadRow, question_id
 from mvr_ray.store.formats.text_files import json_lines, open_text
+from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import run_lines
 from mvr_ray.store.parts import to_columns
 from mvr_ray.types import Question

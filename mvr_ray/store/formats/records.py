@@ -1,6 +1,7 @@
 """Define the records that a source file yields, each with its place in the file."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unicodedata import category
@@ -155,6 +156,11 @@ def plain_apostrophes(text: Any) -> Any:
 def slug(text: str) -> str:
     """Replace white space in a name, which ids of TREC files must not have."""
     return "_".join(text.split())
+
+
+def question_id(path: Path, number: int) -> str:
+    """Make the id of a question without one: the file's name up to the first dot, and the row from 0."""
+    return f"{slug(path.name.partition('.')[0])}-{number}"
 
 
 def _id(value: Any) -> str:

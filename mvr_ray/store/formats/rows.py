@@ -1,7 +1,8 @@
 """Read rows of passages and questions: JSON lines, Parquet, CSV, data sets; also NQ-open lines and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
-answer_starts. Any other row is a passage: id (or _id), title, text (or contents); its other values are its extras.
+answer_starts. One with the texts of its passages, too, is a training row (`training_rows`). Any other row is a passage:
+id (or _id), title, text (or contents); its other values are its extras.
 `names` gives other names of these (`SourceConfig.fields`): the part of a passage or question by the field's name.
 """
 
@@ -17,7 +18,6 @@ import pyarrow.parquet as pq
 from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.fields import TextCell, to_json
 from mvr_ray.store.files import finished_file
-from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     NUMBERED_ROWS,
@@ -25,10 +25,12 @@ from mvr_ray.store.formats.records import (
     Record,
     passage_record,
     plain_apostrophes,
+    question_id,
     question_record,
     slug,
 )
 from mvr_ray.store.formats.text_files import csv_header, csv_rows, json_lines, open_text
+from mvr_ray.store.formats.training_rows import is_training_row, training_records
 from mvr_ray.types import Passage, Progress, no_progress
 
 PARQUET_ROWS = 1024
@@ -40,7 +42,7 @@ NO_NAMES: Names = {}
 
 def read_jsonl(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
     for number, row in enumerate(json_lines(path)):
-        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, names)
+        yield from [row] if isinstance(row, BadRow) else _records(row.values, number, path, row.where, names)
 
 
 def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
@@ -84,8 +86,12 @@ def _python_value(scalar: pa.Scalar) -> Any:
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
     """Read passages under a header with id, text and title, which may be missing; other columns are extras. `question`
     beside `text` is left out, since no field has that name, unless `names` reads questions. A header with `question`
-    and without `text` is that of questions."""
+    and without `text` is that of questions, and one with the names of a training row that of training rows."""
     header = csv_header(path, delimiter)
+    if not names and is_training_row(dict.fromkeys(header).keys()):
+        for number, row in enumerate(csv_rows(path, (), delimiter)):
+            yield from [row] if isinstance(row, BadRow) else training_records(row.values, number, path, row.where)
+        return
     has_only_questions = "question" in {*header, *names} and "text" not in {*header, *names}
     is_question = has_only_questions or "question" in {*names, *names.values()}
     has_passages = not has_only_questions and "question" not in names
@@ -107,7 +113,10 @@ def read_rows(rows: Iterable[Mapping[str, Any] | None], source: str, names: Name
     path = Path(source)
     for number, row in enumerate(rows):
         where = f"{source}:row {number}"
-        yield BadRow(where, "text is not UTF-8") if row is None else _record(dict(row), number, path, where, names)
+        if row is None:
+            yield BadRow(where, "text is not UTF-8")
+        else:
+            yield from _records(dict(row), number, path, where, names)
 
 
 def read_nq_open(path: Path) -> Iterator[Record]:
@@ -140,6 +149,14 @@ def read_summaries(path: Path) -> Iterator[Record]:
             if isinstance(description, str) and description.strip():
                 yield question_record(f"about:{name}", description, where, positive_ids=[name])
         reader.finish()
+
+
+def _records(row: dict[str, Any], number: int, path: Path, where: str, names: Names) -> Iterator[Record]:
+    """Yield the record of a row, or those of a training row if the source names no fields."""
+    if not names and is_training_row(row.keys()):
+        yield from training_records(row, number, path, where)
+    else:
+        yield _record(row, number, path, where, names)
 
 
 def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Names) -> Record:
@@ -186,7 +203,7 @@ def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
         where,
         answers=_plain(answers),
         positive_ids=row.get("positive_ids"),
-        hard_negative_ids=row.get("hard_negative_ids"),
+        hard_negative_ids=row.get("hard_negative_ids") or row.get("negative_ids"),
         answer_starts=_plain(starts),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
-from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
+from mvr_ray.store.formats.dpr import CONTEXTS, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, dataset_rows
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
@@ -22,6 +22,7 @@ from mvr_ray.store.formats.records import (
     PassageRecord,
     QuestionRecord,
     Record,
+    question_id,
     question_record,
     with_prefix,
 )
@@ -36,6 +37,7 @@ from mvr_ray.store.formats.rows import (
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, leaves_folder, read_text_file, text_files
+from mvr_ray.store.formats.training_rows import is_training_row, read_triples
 from mvr_ray.types import Question
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ READERS: dict[str, Callable[..., Iterator[Record]]] = {
     "dpr_tsv": read_dpr_tsv,
     "dpr_json": read_dpr_json,
     "dpr_jsonl": read_dpr_jsonl,
+    "triples": read_triples,
     "qas_csv": read_qas_csv,
     "csv": read_csv,
     "tsv": partial(read_csv, delimiter="\t"),
@@ -256,12 +259,15 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
 
 
 def _detect_tsv(file: Path) -> str:
-    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, or with question is that of
-    a table."""
+    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, with question or the names
+    of a training row is that of a table; more columns of which the first holds words, and no id, are triples."""
     columns = first_cells(file)
     is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
-    if is_table and columns[:3] != ["id", "text", "title"]:
+    if (is_table or is_training_row(dict.fromkeys(columns).keys())) and columns[:3] != ["id", "text", "title"]:
         return "tsv"
+    plain_cells = first_cells(file, is_quoted=False)
+    if len(plain_cells) > 2 and " " in plain_cells[0]:
+        return "triples"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 

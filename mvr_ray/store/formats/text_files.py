@@ -82,16 +82,18 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
             yield Row(values, where) if isinstance(values, dict) else BadRow(where, "not a JSON object")
 
 
-def tsv_rows(path: Path, num_columns: int, is_quoted: bool = True) -> Iterator[Row | BadRow]:
-    """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes."""
+def tsv_rows(path: Path, num_columns: int | None, is_quoted: bool = True) -> Iterator[Row | BadRow]:
+    """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes. None: as many
+    columns as the first row has."""
     yield from _separated_rows(path, "\t", num_columns, is_quoted)
 
 
-def first_cells(path: Path) -> list[str]:
-    """Return the cells of the first line of a tab-separated file, without quotes."""
+def first_cells(path: Path, is_quoted: bool = True) -> list[str]:
+    """Return the cells of the first line of a tab-separated file, without their quotes if it is quoted."""
     csv.field_size_limit(sys.maxsize)
+    quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with open_text(path) as file:
-        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t"), [])]
+        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t", quoting=quoting), [])]
 
 
 def csv_header(path: Path, delimiter: str = ",") -> list[str]:

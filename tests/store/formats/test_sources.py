@@ -282,6 +282,105 @@ def test_an_array_of_passages_is_no_training_data_and_the_error_names_the_format
     assert row.reason.startswith("no training row of DPR") and row.reason.endswith("one object a line, as .jsonl")
 
 
+TRIPLES = [
+    ("how long is the Nile", "The Nile is\t6,650 km long.", "Mont Blanc is high."),
+    ("what is high", "Alps.", "No."),
+]
+
+
+def training_file(folder: Path, form: str) -> Path:
+    """Writes the triples as sentence-transformers, BGE, Tevatron or DPR does."""
+    make = {
+        "anchors": lambda q, p, n: {"anchor": q, "positive": p, "negative": n},
+        "tuples": lambda q, p, n: {"query": q, "positive": p, "negative_1": n, "negative_2": None},
+        "bge": lambda q, p, n: {"query": q, "pos": [p], "neg": [n], "pos_scores": [0.5]},
+        "tevatron": lambda q, p, n: {
+            "query": q,
+            "positive_passages": [{"text": p}],
+            "negative_passages": [{"text": n}],
+        },
+        "dpr": lambda q, p, n: {"question": q, "positive_ctxs": [{"text": p}], "negative_ctxs": [{"text": n}]},
+    }
+    name, ending = form.split(".", 1)
+    rows = [make[name](*triple) for triple in TRIPLES]
+    path = folder / f"train.{ending}"
+    match ending:
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case _:
+            with path.open("w", newline="") as file:
+                table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if ending == "tsv" else ",")
+                table.writeheader()
+                table.writerows(rows)
+    return path
+
+
+FORMS = ["anchors.jsonl", "anchors.csv", "anchors.tsv", "anchors.parquet", "tuples.parquet", "tuples.csv", "bge.jsonl"]
+FORMS += ["bge.json", "bge.parquet", "tevatron.jsonl", "tevatron.parquet", "dpr.jsonl", "dpr.json", "dpr.parquet"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_training_row_gives_the_same_questions_and_passages(tmp_path: Path, form: str):
+    records = read(training_file(tmp_path, form))
+    text_of = {passage.id: passage.text for passage in passages(records)}
+    own = [(q.text, *map(text_of.get, (*q.positive_ids, *q.hard_negative_ids))) for q in questions(records)]
+    assert own == TRIPLES
+    assert [question.id for question in questions(records)] == ["train-0", "train-1"]
+    assert not bad(records) and len(records) == 6
+
+
+def test_triples_of_ms_marco_have_no_header_and_no_quotes(write: Write):
+    path = write("triples.train.small.tsv", 'is it "so"\t"Yes\tNo.\nwhat is high\tAlps.\t\n')
+    assert format_of(SourceConfig(path=str(path))) == "triples"
+    records = read(path)
+    assert [passage.text for passage in passages(records)] == ['"Yes', "No.", "Alps."]
+    first, second = questions(records)
+    assert (first.id, first.text, len(first.hard_negative_ids)) == ("triples-0", 'is it "so"', 1)
+    assert (second.text, second.hard_negative_ids) == ("what is high", ())
+
+
+def test_training_rows_of_tevatron_keep_their_ids(write: Write):
+    row = {"query_id": "7", "query": "Who?", "answers": ["me"], "positive_passages": [{"docid": "d1", "text": "I."}]}
+    row |= {"negative_passages": [{"docid": "d2", "title": "T", "text": "You."}, {"docid": "d3", "text": "We."}]}
+    records = read(write("train.jsonl", json.dumps(row)), id_prefix="wiki:")
+    assert passages(records)[1] == Passage("wiki:d2", "T", "You.")
+    assert questions(records) == [Question("7", "Who?", ("me",), ("wiki:d1",), ("wiki:d2", "wiki:d3"))]
+
+
+def test_training_rows_that_cannot_be_used_are_named(write: Write):
+    rows = [
+        {"query": "a b", "pos": [3], "neg": ["n"]},
+        {"query": "a b", "pos": "p", "neg": [" "]},
+        {"query": "", "pos": ["p"]},
+        {"query": "a b", "pos": [], "neg": ["n"]},
+        {"query": "a b", "pos": True},
+    ]
+    records = read(write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert bad(records) == [
+        "train.jsonl:1: pos is [3], no text or object and no list of these",
+        "train.jsonl:2: text is empty",
+        "train.jsonl:3: question is missing",
+        "train.jsonl:5: pos is True, no text or object and no list of these",
+    ]
+    assert [record.reason for record in records if isinstance(record, DroppedRow)] == [
+        "training row without a positive passage"
+    ]
+
+
+def test_a_row_with_a_text_or_ids_of_passages_is_no_training_row(write: Write):
+    rows = [
+        {"id": "p", "text": "A text.", "question": None, "positive": "x", "query": "y"},
+        {"question": "Who?", "positive": "yes", "positive_ids": ["p"], "negative_ids": ["n"]},
+    ]
+    records = read(write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert [passage.id for passage in passages(records)] == ["p"]
+    assert [(own.positive_ids, own.hard_negative_ids) for own in questions(records)] == [(("p",), ("n",))]
+
+
 def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path: Path):
     canary = tmp_path / "canary"
     text = (
