@@ -46,7 +46,7 @@ from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId, PassageRecord
-from mvr_ray.store.formats.view_vectors import read_vectors, write_vectors
+from mvr_ray.store.formats.view_vectors import read_vectors, write_pairs
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import (
@@ -57,7 +57,7 @@ from mvr_ray.store.questions import (
 )
 from mvr_ray.store.run_file import load_run_at
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
-from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
+from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Progress, Question, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
 if TYPE_CHECKING:
@@ -349,6 +349,22 @@ class Index:
 
     def __contains__(self, id: object) -> bool:
         return rows.is_id(id) and bool(self.passages([str(id)]))
+
+    def vectors(self) -> Iterator[EmbeddingBlock]:
+        """Yield the stored views of all passages of the version that searches answer from, for other programs.
+
+            blocks = list(index.vectors())
+            vectors_ND = np.concatenate([block.vectors_ND for block in blocks]).astype(np.float32)
+            ids_N = np.concatenate([np.repeat(block.ids, np.diff(block.row_ptr)) for block in blocks])
+
+        A block has up to 4,096 passages of one shard, in order of id: `ids`, and for passage i the `view_numbers_N` and
+        `vectors_ND` from `row_ptr[i]` up to `row_ptr[i + 1]`. Vectors are mapped from the files, read-only; the numbers
+        of feedback views begin at `manifest.num_views`. Nothing is encoded; views that a search cannot find, such as
+        those of deleted passages, are not among them.
+        """
+        from mvr_ray.distributed.indexing.shards import version_blocks
+
+        return version_blocks(self._store, self.manifest)
 
     def upsert(self, passages: Any, *, vectors: Any = None, progress: Progress | bool | None = None) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
@@ -716,7 +732,7 @@ def _vectors_file(store: Store, vectors: Any) -> Iterator[str | None]:
         yield None if vectors is None else _absolute(vectors)
         return
     with store.scratch() as folder:
-        write_vectors(folder / "vectors.parquet", vectors)
+        write_pairs(folder / "vectors.parquet", vectors)
         yield str(folder / "vectors.parquet")
 
 

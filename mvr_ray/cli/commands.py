@@ -676,6 +676,29 @@ def passages(
 
 
 @command
+def vectors(config: Config, words: OutputWords = None, version: Version = None, as_json: AsJson = False) -> None:
+    """Write the views of all passages as a Parquet file.
+
+    `vectors CONFIG output=FILE.parquet`: columns passage_id, view and vector, a row a view of the index's version.
+    """
+    run, file = _run_and_output("vectors", config, words, ".parquet")
+    from mvr_ray.distributed.indexing.shards import version_blocks
+    from mvr_ray.progress import Reporter
+    from mvr_ray.store import manifest
+    from mvr_ray.store.files import Store
+    from mvr_ray.store.formats.view_vectors import write_vectors
+
+    store = Store(run.store.path)
+    live = manifest.read(store, run.index.name, version)
+    with Reporter() as progress:
+        num = write_vectors(file, version_blocks(store, live), live.dimension, live.num_vectors, progress)
+    if as_json:
+        print_json({"vectors": num, "dimension": live.dimension, "version": live.version, "output": str(file)})
+    else:
+        print_result(f"written: {file}, {num:,} vectors of {live.dimension} of version {live.version}")
+
+
+@command
 def plan(
     config: Config,
     overrides: Overrides = None,

@@ -53,9 +53,9 @@ class DeltaShard(EmbeddingShard):
         hidden_ids = pa.array(list(self.changes.ids()), pa.string())
         return np.asarray(pc.is_in(super().arrow_ids(), value_set=hidden_ids), bool)  # pyrefly: ignore
 
-    def blocks(self) -> list[EmbeddingBlock]:
-        """Return all rows, with the changes."""
-        return list(changed_blocks(super().blocks(), *self.changes))
+    def iter_blocks(self) -> Iterator[EmbeddingBlock]:
+        """Yield all rows, with the changes."""
+        return changed_blocks(super().iter_blocks(), *self.changes)
 
     def arrow_ids(self) -> pa.ChunkedArray:
         return pa.chunked_array([pa.array(self.ids(), pa.string())])
@@ -66,7 +66,7 @@ class DeltaShard(EmbeddingShard):
 
     def stored_blocks(self) -> StoredBlocks:
         """Return the blocks of the first file, then one with the upserts."""
-        ids, hidden_P, blocks = self.ids(), self._hidden_rows(), super().blocks()
+        ids, hidden_P, blocks = self.ids(), self._hidden_rows(), list(super().iter_blocks())
         is_changed_P = np.zeros(self.num_passages, bool)
         is_changed_P[[bisect_left(ids, name) for name in self.changes.upserts]] = True
         row_P = np.full(len(hidden_P), -1)

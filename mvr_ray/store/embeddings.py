@@ -203,9 +203,13 @@ class EmbeddingShard:
                 raise
             raise StorageError(f"{path} is not a whole embeddings file: {error}") from error
 
+    def iter_blocks(self) -> Iterator[EmbeddingBlock]:
+        """Yield all rows, in batches of up to 4,096 passages; the vectors are views of the mapped file."""
+        return map(self._block, self._batches)
+
     def blocks(self) -> list[EmbeddingBlock]:
-        """Return all rows, in batches of up to 4,096 passages; the vectors are views of the mapped file."""
-        return [self._block(batch) for batch in self._batches]
+        """Return all rows, as `iter_blocks` yields them."""
+        return list(self.iter_blocks())
 
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
@@ -288,6 +292,18 @@ def join_blocks(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:
         view_numbers_N=np.concatenate([block.view_numbers_N for block in blocks]),
         vectors_ND=np.concatenate([block.vectors_ND for block in blocks]),
     )
+
+
+def join_small_blocks(blocks: Iterable[EmbeddingBlock]) -> Iterator[EmbeddingBlock]:
+    """Yield the same rows in blocks of 4,096 passages or more, but for the last one."""
+    pending: list[EmbeddingBlock] = []
+    for block in blocks:
+        pending.append(block)
+        if sum(len(one.ids) for one in pending) >= BATCH_PASSAGES:
+            yield join_blocks(pending)
+            pending = []
+    if pending:
+        yield join_blocks(pending)
 
 
 def cut_block(block: EmbeddingBlock, start: int, stop: int) -> EmbeddingBlock:

@@ -1261,6 +1261,47 @@ def test_the_lines_of_an_index_are_prepared_and_indexed_as_the_same_passages(ind
     assert [passage.id for passage in index] == ["new"]
 
 
+def test_the_vectors_of_an_index_are_the_views_that_searches_find(index: Index, tmp_path: Path, capsys):
+    index.upsert([{"id": "p1", "text": "A new tower. It is tall."}, {"id": "p2", "text": "A tower."}])
+    index.delete("p3")
+    assert any("changes.arrow" in entry.files for entry in index.manifest.shards)
+    views_PVD, mask_PV = index.encoder.embed_passages(list(index))
+    expected = {p.id: views_VD[mask_V] for p, views_VD, mask_V in zip(index, views_PVD, mask_PV, strict=True)}
+    own: dict[str, np.ndarray] = {}
+    for block in index.vectors():
+        own |= zip(block.ids, np.split(block.vectors_ND, block.row_ptr[1:-1]), strict=True)
+    assert own.keys() == expected.keys() == {passage.id for passage in index}
+    for name, views_ND in own.items():
+        assert views_ND.astype(np.float32) == pytest.approx(expected[name], abs=2e-3)
+    query_D = index.encoder.embed_queries("Who built tower 7?")[0]
+    best = sorted(((name, (views_ND.astype(np.float32) @ query_D).max()) for name, views_ND in own.items()), key=_rank)
+    hits = index.search("Who built tower 7?", 30)
+    assert [hit.id for hit in hits] == [name for name, _ in best]
+    assert [hit.score for hit in hits] == pytest.approx([score for _, score in best], abs=1e-5)
+    output, path = tmp_path / "views.parquet", index.run.store.path
+    with pytest.raises(SystemExit) as end:
+        main(["vectors", f"{path}/run.yaml", f"store.path={path}", f"output={output}"])
+    assert not end.value.code and "45 vectors of 64 of version 3" in capsys.readouterr().out
+    table = pandas.read_parquet(output)
+    assert list(table.columns) == ["passage_id", "view", "vector"]
+    for name, rows in table.groupby("passage_id"):
+        assert np.array_equal(np.stack(rows["vector"]), own[name].astype(np.float32))
+    assert len(table) == index.manifest.num_vectors
+
+
+def _rank(pair: tuple[str, float]) -> tuple[float, str]:
+    return -pair[1], pair[0]
+
+
+def test_vectors_map_one_shard_at_a_time(index: Index):
+    counts = []
+    for block in index.vectors():
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        counts.append(len({line.split()[-1] for line in maps if index.run.store.path in line}))
+        del block
+    assert counts == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -217,6 +217,13 @@ def shard_embeddings(store: Store, index: str, entry: ShardEntry) -> EmbeddingSh
     return open_embeddings(manifests.open_shard(store, index, entry), entry.files)
 
 
+def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
+    """Yield the stored views of all passages of a version, shard by shard; one shard is open at a time. Raises as
+    `shard_embeddings`."""
+    for entry in version.shards:
+        yield from shard_embeddings(store, version.index, entry).iter_blocks()
+
+
 def blocks_by_id(
     blocks: Sequence[EmbeddingBlock], keeps: Callable[[str], bool] = lambda passage_id: True
 ) -> Iterator[EmbeddingBlock]:

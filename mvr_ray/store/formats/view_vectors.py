@@ -1,13 +1,15 @@
-"""Read and write vectors of passages that another program made: a Parquet file of one row a view, in any order.
+"""Read and write the view vectors of passages as a Parquet file: those of an index, and those of another program.
 
-    passage_id   text or whole number
-    view         whole number from 0, each once a passage
+    passage_id   text; in files of others also a whole number
+    view         whole number from 0, each once a passage; from `num_views` on those of feedback
     vector       list of floating-point numbers, as many as in every other row
+
+One row a view; files of others have them in any order.
 
 Shapes: N view vectors, V views of one passage, D dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
-from mvr_ray.store.embeddings import Dtype, arrow_rows
-from mvr_ray.types import EmbeddingBlock, FloatArray
+from mvr_ray.store.embeddings import Dtype, arrow_rows, join_small_blocks
+from mvr_ray.store.files import finished_file
+from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
 
 TYPES = {"passage_id": pa.large_string(), "view": pa.int64(), "vector": pa.large_list(pa.float32())}
 
@@ -73,7 +76,7 @@ def require_shape(path: Path, block: EmbeddingBlock, dimension: int, num_views: 
         _refuse(path, ids, np.abs(lengths_N - 1) > 0.01, f"has a vector of another length than 1; {cure}")
 
 
-def write_vectors(path: Path, vectors: Any) -> None:
+def write_pairs(path: Path, vectors: Any) -> None:
     """Write pairs of an id and its vector_D or vectors_VD, or a mapping of ids to these, as such a file. Raises
     DataError, with the number of the pair, for anything else."""
     ids_N: list[str] = []
@@ -97,6 +100,26 @@ def write_vectors(path: Path, vectors: Any) -> None:
     lists = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(arrays, axis=None)), arrays[0].shape[1])
     views_N = np.concatenate([np.arange(len(vectors_VD)) for vectors_VD in arrays])
     pq.write_table(pa.table([pa.array(ids_N), pa.array(views_N), lists], list(TYPES)), path)
+
+
+def write_vectors(
+    path: Path, blocks: Iterable[EmbeddingBlock], dimension: int, total: int, progress: Progress = no_progress
+) -> int:
+    """Write the views of blocks, `total` together, as row groups of some 4,096 passages. Returns how many there
+    were."""
+    vector_type = pa.list_(pa.field("element", pa.float32(), False), dimension)
+    schema = pa.schema([("passage_id", pa.string()), ("view", pa.int16()), ("vector", vector_type)])
+    count = 0
+    with finished_file(path) as aside, pq.ParquetWriter(aside, schema, compression="zstd") as file:
+        for block in join_small_blocks(blocks):
+            rows_N = np.repeat(np.arange(len(block.ids)), np.diff(block.row_ptr))
+            flat = pa.array(block.vectors_ND.astype(np.float32).reshape(-1))
+            vectors = pa.FixedSizeListArray.from_arrays(flat, type=vector_type)
+            columns = [pa.array(block.ids, pa.string()).take(pa.array(rows_N)), pa.array(block.view_numbers_N), vectors]
+            file.write_batch(pa.record_batch(columns, schema=schema))
+            count += len(rows_N)
+            progress("vectors written", count, total)
+    return count
 
 
 def _refuse(path: Path, ids: list[str], wrong_N: Any, problem: str) -> None:
