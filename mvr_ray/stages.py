@@ -22,11 +22,14 @@ def _prepare(run: "RunConfig", progress: "Progress") -> Any:
     return prepare.prepare(run.prepare, Store(run.store.path), progress, match=run.evaluate.match)
 
 
-def _train(run: "RunConfig", progress: "Progress") -> Any:
-    """Train the encoder, or a reader or a cross-encoder (train.task)."""
+def _train(run: "RunConfig", progress: "Progress", save: str = "") -> Any:
+    """Train the encoder, or a reader or a cross-encoder (train.task).
+
+    `train CONFIG save=best` stores the best weights so far of an interrupted training, and trains no further.
+    """
     from mvr_ray.distributed import train
 
-    return train.train(run, progress)
+    return train.save_best(run) if save else train.train(run, progress)
 
 
 def _mine(run: "RunConfig", progress: "Progress") -> Any:

@@ -521,6 +521,9 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
     messages = {
         ("train", run_file, "train.task=reader"): "train.task is reader, which learns from answers",
         ("train", run_file, "train.task=cross_encoder"): "train.task is cross_encoder, which learns from questions",
+        ("train", run_file, "train.patience=2"): "train.dev_steps and train.patience need train.dev_questions; name a",
+        ("train", run_file, "save=last"): "train: save=last is not known; save=best stores the best weights so far of",
+        ("train", run_file, "lr=3"): "train: lr=... is not known; save=best stores the best weights so far of an",
         ("train", run_file, "train.distil_weight=1"): "train.distil_weight is 1.0, but training on questions of",
         ("train", run_file, "encoder.backbone=./nowhere"): "model folder ./nowhere does not exist",
         ("train", run_file, "train.init_from=nowhere"): "encoder snapshot 'nowhere' not found",

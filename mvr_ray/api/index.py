@@ -762,8 +762,10 @@ def _require_buildable(run: RunConfig) -> None:
     from mvr_ray.distributed.encoders import encoder_dimension
     from mvr_ray.distributed.indexing.staging import checked_params
 
-    vectors = run.index.vectors and read_vectors(resolve_path(run.index.vectors), run.index.dtype).vectors_ND
-    checked_params(run, encoder_dimension(run) if vectors is None else vectors.shape[1])
+    if file := run.index.vectors:
+        checked_params(run, read_vectors(resolve_path(file), run.index.dtype).vectors_ND.shape[1])
+    else:
+        checked_params(run, encoder_dimension(run))
 
 
 def _fitting_filter(value: Mapping[str, Any], corpus: Corpus) -> Filter:

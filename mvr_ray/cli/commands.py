@@ -313,9 +313,20 @@ def init(
     _err(f"next: mvr-ray prepare {shlex.quote(str(file))}")
 
 
-_RANKING = "give ranking=FILE (a TREC run, or a ranking in dpr, pyserini, jsonl or parquet), or nothing"
+_SAVE_BEST = "save=best stores the best weights so far of an interrupted training; settings are section.key=value"
+_USAGE = {
+    "evaluate": "give ranking=FILE (a TREC run, or a ranking in dpr, pyserini, jsonl or parquet), or nothing",
+    "train": _SAVE_BEST,
+}
+
+
+def _check_save(arguments: Mapping[str, str]) -> None:
+    if arguments.get("save", "best") != "best":
+        raise ConfigError(f"train: save={arguments['save']} is not known; {_SAVE_BEST}")
+
+
 for _name, _work in STAGES.items():
-    stage_command(_RANKING if _name == "evaluate" else "", name=_name)(_work)
+    stage_command(_USAGE.get(_name, ""), _check_save, _name)(_work)
 
 
 def _check_format(arguments: Mapping[str, str]) -> None:

@@ -23,6 +23,10 @@ class TrainConfig(Section):
     """Stored question set with positive ids; absent: inverse cloze questions from the corpus."""
     dev_questions: Name | None = None
     """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
+    dev_steps: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda steps: not steps)
+    """Score `dev_questions` every so many steps (the warm start's not counted) and at the end; 0: after each epoch."""
+    patience: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda number: not number)
+    """Stop after this many scores of `dev_questions` in a row without a better one; 0: never."""
     hard_negatives: Name | None = None
     """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
     init_from: Name | None = None
@@ -93,6 +97,10 @@ def check_train(cfg: TrainConfig) -> None:
     if cfg.task != "retriever" and cfg.questions is None:
         what = "answers; name a stored set" if cfg.task == "reader" else "questions; name a set"
         raise ConfigError(f"train.task is {cfg.task}, which learns from {what} in train.questions")
+    if (cfg.dev_steps or cfg.patience) and cfg.dev_questions is None:
+        raise ConfigError("train.dev_steps and train.patience need train.dev_questions; name a set, or leave them out")
+    if cfg.patience and cfg.snapshot_steps:
+        raise ConfigError("train.patience may stop before a step of train.snapshot_steps; leave one of them out")
     if cfg.task != "retriever" and cfg.init_from is not None:
         raise ConfigError(
             f"train.init_from is {cfg.init_from}, an encoder's snapshot, but train.task={cfg.task} starts from "

@@ -34,7 +34,16 @@ from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.distributed.training.steps import OwnLoss, StepLoop, TrainingJob
-from mvr_ray.errors import ConfigError, FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
+from mvr_ray.errors import (
+    ConfigError,
+    FormatError,
+    MissingInputError,
+    MvrRayError,
+    NoAnswerError,
+    ResourceError,
+    StorageError,
+    first_line,
+)
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
@@ -110,6 +119,31 @@ def train(run: RunConfig, progress: Progress = no_progress, loss: Callable[..., 
         snapshot = _make_latest(loop, store, job, record)
         job.checkpoints.finish(record)
         return snapshot
+
+
+def save_best(run: RunConfig) -> TrainedModel:
+    """Store the best weights so far of a training that has not finished as the newest model of its name, and return it;
+    without a dev accuracy yet, those of the newest checkpoint. The training itself can continue.
+
+    Raises MissingInputError where it has no checkpoint, and as `train`.
+    """
+    loop, store = LOOPS[run.train.task], Store(run.store.path)
+    with torch_threads(run.resources.threads):
+        job = loop.open_job(run)
+        record = _finished_record(loop, store, job)
+        if not record:
+            step = job.checkpoints.latest_step()
+            if step < 0:
+                raise MissingInputError(
+                    f"{store.where(job.checkpoints.folder)} has no checkpoint: with these settings, question sets and "
+                    f"corpus no training has taken train.checkpoint_steps ({run.train.checkpoint_steps}) steps; repeat "
+                    f"the words of the command that was interrupted"
+                )
+            state = job.checkpoints.state(step)
+            if state.best_step < 0:
+                job.checkpoints.load_model(job.model, step)
+            record = _save(loop, store, job, state)
+        return _make_latest(loop, store, job, record)
 
 
 def _finished_record(loop: type[StepLoop], store: Store, job: TrainingJob) -> dict[str, Any]:

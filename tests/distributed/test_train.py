@@ -25,12 +25,20 @@ from waiting import lines_of
 
 from mvr_ray.cli import main
 from mvr_ray.cli.commands import run_stage
-from mvr_ray.config import RunConfig, load_run, parse_run
+from mvr_ray.config import RunConfig, TrainConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.train import TrainedModel, _may_help, _may_pass, _storage, _translate_failure, train
+from mvr_ray.distributed.train import (
+    TrainedModel,
+    _may_help,
+    _may_pass,
+    _storage,
+    _translate_failure,
+    save_best,
+    train,
+)
 from mvr_ray.distributed.training import checkpoints, retriever, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import (
@@ -88,6 +96,7 @@ def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     for name, part in parts.items():
         write_questions(only_corpus(store), name, part)
     write_questions(only_corpus(store), "tiny", parts["train"][:6])
+    write_questions(only_corpus(store), "one", parts["train"][:1])
     return folder / "store"
 
 
@@ -211,6 +220,72 @@ def test_metrics_of_a_long_training_are_the_means_of_its_steps(store_path, monke
         for name in ("loss", "lr", "grad_norm"):
             assert row[name] == pytest.approx(sum(one[name] for one in own) / len(own), rel=1e-5)
         assert row.get("dev_top1") == own[-1].get("dev_top1")
+
+
+@pytest.mark.data
+def test_a_training_without_a_better_dev_accuracy_stops_at_the_same_step_when_it_was_killed_anywhere(
+    store_path, monkeypatch
+):
+    """Scored after 3 steps each: steps 6 and 9 are not better, as a dev question alone is always right."""
+    cfg = {"questions": "tiny", "dev_questions": "one", "batch_questions": 4, "epochs": 9, "checkpoint_steps": 2}
+    cfg |= {"dev_steps": 3, "patience": 2}
+    encoder = {"strategy": "mean", **QUICK}
+    whole = train(run_of(store_path, cfg, {"name": "patient-whole", **encoder}))
+    assert [epoch.step for epoch in whole.epochs] == [3, 6, 9] and whole.metrics["steps"] == 9
+    run = run_of(store_path, cfg, {"name": "patient-broken", **encoder})
+    with pytest.raises(RetrieverStop):
+        train(run, stop_at(8))
+    counts: list[int] = []
+    with monkeypatch.context() as patch:  # killed when the last checkpoint was written
+        patch.setattr("mvr_ray.distributed.train._save", lambda *args: stop_at(0)("", 0, 0))
+        with pytest.raises(RetrieverStop):
+            train(run, lambda what, count, total: counts.append(count))
+    again = train(run, lambda what, count, total: counts.append(count))
+    assert counts == [7, 8, 9], "the training continues from the checkpoint of step 6, and takes no step after the end"
+    assert (again.fingerprint, again.epochs, again.metrics) == (whole.fingerprint, whole.epochs, whole.metrics)
+    assert metrics_of(again, store_path) == metrics_of(whole, store_path)
+
+
+@pytest.mark.data
+def test_the_best_weights_of_an_interrupted_training_become_the_model_and_it_continues_to_the_same_end(
+    store_path, tmp_path, capsys
+):
+    cfg = {"questions": "tiny", "dev_questions": "dev", "batch_questions": 4, "epochs": 3, "checkpoint_steps": 1}
+    encoder, store = {"strategy": "mean", **QUICK}, Store(str(store_path))
+    whole = train(run_of(store_path, cfg | {"snapshot_steps": [1, 2, 4]}, {"name": "so-far", **encoder}))
+    run = run_of(store_path, cfg, {"name": "so-far-broken", **encoder})
+    with pytest.raises(MissingInputError, match=r"training/so-far-broken/\w+ has no checkpoint: with these settings"):
+        save_best(run)
+    for step, first_step in ((2, 1), (5, 2)):
+        counts: list[int] = []
+        stop = stop_at(step)
+
+        def progress(what: str, count: int, total: int, counts=counts, stop=stop) -> None:
+            counts.append(count)
+            stop(what, count, total)
+
+        with pytest.raises(RetrieverStop):
+            train(run, progress)
+        assert counts[0] == first_step
+        best = max(whole.epochs[: (step - 1) // 2], key=lambda epoch: epoch.dev_top1, default=None)
+        model = save_best(run)
+        expected = latest_fingerprint(store, ENCODERS, f"so-far-step-{best.step if best else 1}")
+        assert latest_fingerprint(store, ENCODERS, "so-far-broken") == model.fingerprint == expected
+        assert model.epochs == whole.epochs[: (step - 1) // 2] and metrics_of(model, store_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    with pytest.raises(SystemExit):
+        main(["train", str(file), "save=best"])
+    assert f"trained: so-far-broken/{model.fingerprint}\n" in capsys.readouterr().out
+    end = train(run)
+    assert (end.fingerprint, end.epochs, end.metrics) == (whole.fingerprint, whole.epochs, whole.metrics)
+    assert save_best(run) == end
+
+
+def test_new_settings_at_their_defaults_leave_the_key_of_a_checkpoint_as_it_was():
+    """A training that an earlier program began continues; the digest is that program's."""
+    assert RunConfig().digest("train") == "b5f171ac41d11950"
+    assert TrainConfig(dev_steps=5, patience=2).model_dump().keys() > TrainConfig().model_dump().keys()
 
 
 @pytest.mark.data
@@ -654,8 +729,10 @@ def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_wi
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_processes, record_property):
-    """Two workers on Ray, one killed half way, give the result of two undisturbed workers."""
-    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
+    """Two workers on Ray, one killed half way, give the result of two undisturbed workers, which stop in step 6, when
+    the dev question has been right five times."""
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 9, "epochs": 9, "checkpoint_steps": 2}
+    settings |= {"dev_questions": "one", "dev_steps": 1, "patience": 5}
     resources = {"train_workers": 2, "cpus_per_trainer": 1}
     killed_pids: list[int] = []
     steps: list[int] = []
@@ -674,6 +751,7 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_process
     assert hurt_model.fingerprint == calm.fingerprint
     assert hurt_model.epochs == calm.epochs
     assert metrics_of(hurt_model, store_path) == metrics_of(calm, store_path)
+    assert [epoch.step for epoch in calm.epochs] == [1, 2, 3, 4, 5, 6]
     record_property("figures", f"1 of 2 workers killed in step {next(n for n in steps if n >= 2)} of {max(steps)}")
 
 

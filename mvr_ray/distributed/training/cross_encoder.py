@@ -32,7 +32,8 @@ DEV_CANDIDATES = 8
 
 
 class CrossEncoderEpoch(NamedTuple):
-    """One epoch's metrics. `dev_top1`: share of dev questions whose passage scores best of `DEV_CANDIDATES`."""
+    """Metrics of an epoch, or of `train.dev_steps` steps. `dev_top1`: share of dev questions whose passage scores best
+    of `DEV_CANDIDATES`."""
 
     epoch: int
     step: int

@@ -34,7 +34,7 @@ _WINDOWS = 2
 
 
 class ReaderEpoch(NamedTuple):
-    """One epoch's metrics; dev metrics are on gold passages."""
+    """Metrics of an epoch, or of `train.dev_steps` steps; dev metrics are on gold passages."""
 
     epoch: int
     step: int

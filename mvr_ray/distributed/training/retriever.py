@@ -53,7 +53,8 @@ WARM_START_STEPS = 30
 
 
 class EpochReport(NamedTuple):
-    """One epoch's metrics. `view_shares`: share of questions for which each view was the best of their passage."""
+    """Metrics of an epoch, or of `train.dev_steps` steps. `view_shares`: share of questions for which each view was the
+    best of their passage."""
 
     epoch: int
     step: int

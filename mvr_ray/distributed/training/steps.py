@@ -191,7 +191,7 @@ class StepLoop(ABC):
             optimiser = self._resume()
             if not rank():
                 self.checkpoints.write_metrics(self.state.metrics)
-            while self.state.step < self.schedule.total:
+            while self.state.step < self.schedule.total and not self._out_of_patience():
                 if self.state.step == self.schedule.warm:
                     optimiser = self._optimiser()
                 self._step(optimiser)
@@ -267,13 +267,26 @@ class StepLoop(ABC):
             self.state.best_step = self.state.step
             self.checkpoints.save_weights(self.model, self.state.step, "best")
 
+    def _out_of_patience(self) -> bool:
+        """Whether, at the end of an epoch, the newest `train.patience` dev accuracies on rank 0 are none better."""
+        if not self.cfg.patience or not self._epoch_ended():
+            return False
+        num_since = sum(epoch["step"] > self.state.best_step for epoch in self.state.epochs)
+        is_over = self._from_rank_0(num_since) >= self.cfg.patience
+        if is_over:
+            log.info("training stops: step=%d patience=%d", self.state.step, self.cfg.patience)
+        return is_over
+
+    def _from_rank_0(self, number: int) -> int:
+        """The number that rank 0 passes, on every rank."""
+        common = torch.tensor([number], device=self.device)
+        if world_size() > 1:
+            dist.broadcast(common, 0)
+        return int(common.item())
+
     def _resume(self) -> torch.optim.Optimizer:
         """Load state, weights and optimiser of the newest checkpoint on rank 0, or initialise them."""
-        step = self.checkpoints.latest_step()
-        if world_size() > 1:
-            common_step = torch.tensor([step], device=self.device)
-            dist.broadcast(common_step, 0)
-            step = int(common_step.item())
+        step = self._from_rank_0(self.checkpoints.latest_step())
         if step < 0:
             dev = self._measure_dev()
             self.state.before = dev[-1]
@@ -361,8 +374,9 @@ class StepLoop(ABC):
             log.info("step=%d of=%d phase=%s loss=%.4f", step, total, "warm start" if warm else "train", loss)
 
     def _epoch_ended(self) -> bool:
-        num_steps = self.state.step - self.schedule.warm
-        return self.state.step == self.schedule.total or (num_steps > 0 and num_steps % self.schedule.epoch_steps == 0)
+        """Whether the dev questions are scored here: `train.dev_steps` replaces the epoch of a report."""
+        num_steps, epoch_steps = self.state.step - self.schedule.warm, self.cfg.dev_steps or self.schedule.epoch_steps
+        return self.state.step == self.schedule.total or (num_steps > 0 and num_steps % epoch_steps == 0)
 
     def _save(self, optimiser: torch.optim.Optimizer) -> None:
         if rank():
