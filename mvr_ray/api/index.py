@@ -369,7 +369,10 @@ class Index:
     def upsert(self, passages: Any, *, vectors: Any = None, progress: Progress | bool | None = None) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
-            index.upsert([{"id": "p2", "text": "A new text."}])
+            index.upsert([{"id": "p2", "text": "A new text."}, {"id": "p7", "set": {"year": 1959}}])
+
+        `set` changes single fields of a passage, to null for None, and leaves the others and the text: two writers of
+        different fields both win, nothing is embedded, and an id that the index lacks changes nothing.
 
         `vectors` as of `build`, for an index of them: those of all new texts, and any others that change.
         Several threads and processes can change an index at once. Raises DataError for a passage without an id, and

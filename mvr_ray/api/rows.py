@@ -18,13 +18,14 @@ from mvr_ray.errors import DataError, MissingInputError, count_noun
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
+    FieldsRecord,
     PassageId,
     QuestionRecord,
     Record,
     deletion_record,
     question_record,
 )
-from mvr_ray.store.formats.rows import passage_of, question_of
+from mvr_ray.store.formats.rows import fields_of, passage_of, question_of, sets_fields
 from mvr_ray.store.formats.sources import DATA_ENDS, read_question_file
 from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS
@@ -93,10 +94,14 @@ def passage_records(passages: Any) -> Iterator[Record]:
         yield _passage_record(row, f"passage {number}", {"id": number})
 
 
-def upsert_records(passages: Any) -> Iterator[Record]:
-    """Yield a record of each passage as `passage_records` does; a bad row for one without an id, too."""
+def upsert_records(passages: Any) -> Iterator[Record | FieldsRecord]:
+    """Yield a record of each passage as `passage_records` does, or of new values of its fields (`set`); a bad row for
+    one without an id, too."""
     for number, row in enumerate(rows_of(passages)):
-        yield _passage_record(row, f"item {number}", {})
+        if isinstance(row, Mapping) and sets_fields(row):
+            yield fields_of(_plain_values({**row, "set": _plain_values(row["set"])}), f"item {number}")
+        else:
+            yield _passage_record(row, f"item {number}", {})
 
 
 def deletion_records(ids: Any) -> Iterator[DeletionRecord | BadRow]:

@@ -376,11 +376,11 @@ def read(run: "RunConfig", progress: "Progress", ranking: str, output: str = "")
     return stage.read(run, ranking, Path(output) if output else None, progress)
 
 
-@stage_command('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}')
+@stage_command('give changes=FILE: lines of {"id", "title", "text"}, {"id", "set": {...}} or {"id", "delete": true}')
 def update(run: "RunConfig", progress: "Progress", changes: str) -> Any:
     """Upsert and delete passages of the corpus; then run `index`.
 
-    `update CONFIG changes=FILE`, lines of {"id", "title", "text"} or {"id", "delete": true}.
+    `update CONFIG changes=FILE`, lines of {"id", "title", "text"}, {"id", "set": {...}} or {"id", "delete": true}.
     """
     from mvr_ray.store import update as stage
     from mvr_ray.store.files import Store

@@ -7,8 +7,8 @@ the outcome (`CorpusInfo.change_files`), which takes effect with it.
     waiting    its name comes after the last processed file
     late       its name comes before that one, and it was not processed: it may be older than what was applied, so it
                is left out
-    left out   a row of it cannot be read, or an id occurs in it twice: nothing of it is applied. Every row of the other
-               files holds a whole passage, so their result does not depend on this file
+    left out   a row of it cannot be read, or an id occurs in it twice: nothing of it is applied. The result is
+               that of the other files alone: a row holds a whole passage, or new values of some of its fields
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from mvr_ray.store.changes import Changes
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile, sha256_of
 from mvr_ray.store.formats.sources import DUMP_NAME
-from mvr_ray.store.update import UpdateReport, apply_changes, in_chunks, read_changes
-from mvr_ray.types import Passage, Progress, no_progress
+from mvr_ray.store.update import Content, UpdateReport, apply_changes, in_chunks, join_changes, read_changes
+from mvr_ray.types import Progress, no_progress
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.bz2")
 """Endings of change files beside MediaWiki dumps."""
@@ -106,7 +106,7 @@ def apply_batch(
     Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed, or replaced
     by a roll back in `index`, meanwhile.
     """
-    changes: list[Changes[Passage]] = []
+    changes: list[Changes[Content]] = []
     before = parent.info.change_files
     files = [_late(file, before[-1].name) for file in Backlog.of(listing, before).late]
     for file in batch:
@@ -122,7 +122,7 @@ def apply_batch(
     processed_files = sorted([*before, *files], key=lambda file: file.name)
     recorded_files = tuple(file for file in processed_files if file.name in names or file is processed_files[-1])
     description = dataclasses.replace(parent.info, change_files=recorded_files)
-    chunk_changes = in_chunks(parent, Changes.join(changes), cfg.chunk_words)
+    chunk_changes = in_chunks(parent, join_changes(parent, changes), cfg.chunk_words)
     return BatchReport(apply_changes(parent, chunk_changes, description, progress, index), files)
 
 

@@ -2,8 +2,10 @@
 
     {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
     {"id": "p2", "delete": true}                                      a passage to delete
+    {"id": "p3", "set": {"year": 1959, "tags": null}}                 new values of some fields, null for none
 
-The new content is the whole of it: a field of the corpus that the row lacks is null from then on. Where all sources of
+The content of a new passage is the whole of it: a field of the corpus that the row lacks is null from then on. `set`
+leaves the other fields, the title and the text as they are when the change is published. Where all sources of
 passages have the same `fields` (`prepare.sources`), a row may have its parts under those names; where all have the same
 `id_prefix`, it goes before the id of a row that lacks it.
 
@@ -38,13 +40,14 @@ from mvr_ray.store.corpus import (
     question_set,
     question_sets,
 )
-from mvr_ray.store.fields import FieldReader
+from mvr_ray.store.fields import FieldReader, read_fields
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
+    FieldsRecord,
     FilteredDeletion,
     PassageRecord,
     Record,
@@ -52,7 +55,7 @@ from mvr_ray.store.formats.records import (
     with_fields,
     with_prefix,
 )
-from mvr_ray.store.formats.rows import id_of, lookup, passage_of, rename
+from mvr_ray.store.formats.rows import fields_of, id_of, lookup, passage_of, rename, sets_fields
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
@@ -72,7 +75,9 @@ from mvr_ray.store.questions import (
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
-ChangeRecord = Record | DeletionRecord | FilteredDeletion
+ChangeRecord = Record | DeletionRecord | FieldsRecord | FilteredDeletion
+Content = Passage | FieldsRecord
+"""What a change sets: a whole passage, or values of some of its fields."""
 CHANGES = "changes"
 """The format of a source that `update` applied."""
 MAX_CHANGES_SOURCES = 20
@@ -91,10 +96,10 @@ class UpdateReport:
     added: int
     replaced: int
     unchanged: int
-    """Upserts of what the corpus had already."""
+    """Upserts of what the corpus had already, also of fields."""
     deleted: int
     absent: int
-    """Deletions of passages that the corpus does not have."""
+    """Deletions of passages that the corpus does not have, and new values of fields of such."""
     parts_written: int
     questions_dropped: int
     """Questions of the corpus's sets that have lost every gold passage."""
@@ -192,14 +197,49 @@ def require_settings(corpus: Corpus, cfg: PrepareConfig) -> None:
         )
 
 
-def in_chunks(corpus: Corpus, changes: Changes[Passage], chunk_words: int) -> Changes[Passage]:
-    """Convert changes of passages to changes of the chunks that the corpus holds of them; 0 words: change nothing."""
-    if not chunk_words:
-        return changes
-    pieces = {name: [one.passage for one in chunk(own, chunk_words)] for name, own in changes.upserts.items()}
+def join_changes(corpus: Corpus, files: Iterable[Changes[Content]]) -> Changes[Content]:
+    """Merge several changes in order: the last one to name a passage decides, but new values of fields are laid over
+    what the ones before make of it."""
+    result: Changes[Content] = Changes({}, set())
+    for own in files:
+        for name, content in own.upserts.items():
+            if isinstance(content, FieldsRecord):
+                if name in result.deletions:
+                    continue
+                match result.upserts.get(name):
+                    case Passage() as before:
+                        content = content.over(before, corpus.fields)
+                    case FieldsRecord() as before:
+                        content = content._replace(values={**before.values, **content.values})
+            result.deletions.discard(name)
+            result.upserts[name] = content
+        for name in own.deletions:
+            result.upserts.pop(name, None)
+        result.deletions.update(own.deletions)
+    return result
+
+
+def in_chunks(corpus: Corpus, changes: Changes[Content], chunk_words: int) -> Changes[Passage]:
+    """Convert changes to those of what the corpus holds: new values of fields to passages that have them, and whole
+    passages to chunks of so many words; 0: to themselves. New values of a passage that it lacks change nothing, like a
+    deletion of it."""
+    pieces: dict[str, list[Passage]] = {}
+    for name, content in changes.upserts.items():
+        if isinstance(content, FieldsRecord):
+            passages = corpus.get(_chunk_ids(corpus, name, 0) if chunk_words else [name])
+            pieces[name] = [content.over(passage, corpus.fields) for passage in passages.values()]
+        else:
+            pieces[name] = [one.passage for one in chunk(content, chunk_words)]
     upserts = {piece.id: piece for own in pieces.values() for piece in own}
+    absent_ids = {name for name, own in pieces.items() if not own}
+    if absent_ids:
+        message = f"update: no passage of corpus {corpus.name!r}, and left out: fields of {min(absent_ids)!r}"
+        log.warning(f"{message} and {len(absent_ids) - 1} others" if len(absent_ids) > 1 else message)
+    if not chunk_words:
+        return Changes(upserts, changes.deletions | absent_ids)
     counts = {name: len(own) for name, own in pieces.items()} | dict.fromkeys(changes.deletions, 0)
-    return Changes(upserts, {name for own, count in counts.items() for name in _chunk_ids(corpus, own, count)})
+    chunk_ids = {name for own, count in counts.items() for name in _chunk_ids(corpus, own, count)}
+    return Changes(upserts, chunk_ids | absent_ids)
 
 
 def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
@@ -334,8 +374,8 @@ def _require_no_roll_back(corpus: Corpus, index: str) -> None:
         )
 
 
-def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
-    """Read changes to passages whole: a file of JSON lines, a MediaWiki dump, or records.
+def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:
+    """Read changes to passages: a file of JSON lines, a MediaWiki dump, or records.
 
     Raises DataError that names the place of a row that is bad, or names an id again, or that names a chunk in place of
     a passage; ConfigError as `require_settings`.
@@ -361,7 +401,7 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     return changes
 
 
-def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
+def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:
     """Read what a later dump changes of a corpus that `prepare` made from one of the same wiki.
 
     A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted.
@@ -374,7 +414,7 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
             f"`mvr-ray prepare CONFIG` with prepare.fields: {{{REVISION_FIELD}: int}}"
         )
     prefix = next((source.id_prefix for source in cfg.sources if _is_dump(source, corpus)), "")
-    changes, bad, fields = Changes[Passage]({}, set()), BadRows(cfg.max_bad_rows), FieldReader(corpus.fields)
+    changes, bad, fields = Changes[Content]({}, set()), BadRows(cfg.max_bad_rows), FieldReader(corpus.fields)
     for page in read_pages(file):
         name = prefix + page.id
         first = f"{name}#0" if cfg.chunk_words else name
@@ -421,12 +461,12 @@ def _prefix_of(cfg: PrepareConfig) -> str:
 
 def _with_prefix(record: ChangeRecord, prefix: str, corpus: Corpus) -> ChangeRecord:
     """Put the prefix of the sources before the id of a row that lacks it, unless the corpus has a passage of the id."""
-    if not prefix or not isinstance(record, DeletionRecord | PassageRecord):
+    if not prefix or not isinstance(record, DeletionRecord | FieldsRecord | PassageRecord):
         return record
-    name = record.id if isinstance(record, DeletionRecord) else record.passage.id
+    name = record.passage.id if isinstance(record, PassageRecord) else record.id
     if name.startswith(prefix) or corpus.get([name, f"{name}#0"]):
         return record
-    return record._replace(id=prefix + name) if isinstance(record, DeletionRecord) else with_prefix(record, prefix)
+    return with_prefix(record, prefix) if isinstance(record, PassageRecord) else record._replace(id=prefix + name)
 
 
 def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:
@@ -436,17 +476,35 @@ def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:
     values = rename(row.values, {part: name for part, name in names.items() if lookup(row.values, name) is not None})
     if not isinstance(is_deletion := values.get("delete") or False, bool):
         return BadRow(row.where, f"delete is {is_deletion!r:.60}, not true or false")
-    record = deletion_record(id_of(values), row.where) if is_deletion else passage_of(values, row.where)
+    if sets_fields(values):
+        record = fields_of(values, row.where)
+    elif is_deletion:
+        record = deletion_record(id_of(values), row.where)
+    else:
+        record = passage_of(values, row.where)
     if isinstance(record, BadRow):
-        form = 'A row is a passage with id, title and text, or an id with "delete": true'
+        form = 'A row is a passage with id, title and text, or an id with "delete": true or "set": {"field": value}'
         return record._replace(reason=f"{record.reason}. {form}")
     return record
 
 
-def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
+def _typed_values(record: FieldsRecord, corpus: Corpus) -> FieldsRecord | BadRow:
+    """Read the values of fields by the types of a corpus; a bad row for a name that is no field, or a wrong value."""
+    for name in record.values:
+        if name not in corpus.fields:
+            fields = ", ".join(corpus.fields) or "none"
+            return BadRow(record.where, f"set: the corpus has no field {name!r:.60}; there are: {fields}")
+    try:
+        values = dict(read_fields(record.values, corpus.fields))
+    except ValueError as error:
+        return BadRow(record.where, f"set: {error}")
+    return record._replace(values={name: values.get(name) for name in record.values})
+
+
+def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:
     """Read records of changes. A value that is no field of the corpus is left out, with a warning where
     `prepare.fields` names it or does not name those to keep."""
-    changes, fields = Changes({}, set()), FieldReader(corpus.fields)
+    changes, fields = Changes[Content]({}, set()), FieldReader(corpus.fields)
     place_of: dict[str, str] = {}
     unknown_fields = Counter[str]()
     for record in records:
@@ -459,7 +517,9 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
                 name for name, value in record.extras.items() if name not in corpus.fields and value is not None
             )
             record = with_fields(record, fields.read)
-        if not isinstance(record, PassageRecord | DeletionRecord):
+        elif isinstance(record, FieldsRecord):
+            record = _typed_values(record, corpus)
+        if not isinstance(record, PassageRecord | DeletionRecord | FieldsRecord):
             raise DataError(str(record))
         where, name = record.where, record.passage.id if isinstance(record, PassageRecord) else record.id
         if name in place_of:
@@ -467,6 +527,8 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
         place_of[name] = where
         if isinstance(record, PassageRecord):
             changes.upserts[name] = record.passage
+        elif isinstance(record, FieldsRecord):
+            changes.upserts[name] = record
         else:
             changes.deletions.add(name)
     names = [name for name in unknown_fields if cfg.fields == "infer" or name in cfg.fields]

@@ -1317,6 +1317,43 @@ def test_passages_says_what_it_lacks(words: tuple[str, ...], message: str, index
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_fields_are_set_without_the_text_and_nothing_is_encoded(index: Index):
+    digests, before = shard_digests(index), index.passages(["p1", "p2"])
+    other = Index.open(index.run.store.path)
+    frame = pandas.DataFrame([{"id": "p2", "set": {"year": np.int64(7), "opened": np.nan}, "text": None}])
+    rows: list[Any] = [[{"id": "p1", "set": {"opened": date(2001, 2, 3)}}], frame]
+
+    def be_faster(what: str, count: int, total: int) -> None:
+        while what == "parts written" and rows:
+            other.upsert(rows.pop())
+
+    version = index.upsert(
+        [{"id": "p1", "set": {"year": None}}, {"id": "none", "set": {"year": 3}}], progress=be_faster
+    )
+    assert (shard_digests(index), version.num_passages, version.metrics["encoded"]) == (digests, 24, 0)
+    after = index.passages(["p1", "p2"])
+    assert [after[name][:3] for name in ("p1", "p2")] == [before[name][:3] for name in ("p1", "p2")]
+    assert (after["p1"].fields, after["p2"].fields) == ((("opened", date(2001, 2, 3)),), (("year", 7),))
+    assert [passage.id for passage in index.scan({"year": {"exists": False}})] == ["p1"]
+    with pytest.raises(
+        DataError, match=r"item 0: set: the corpus has no field 'yaer'; there are: opened, year; nothing"
+    ):
+        index.upsert([{"id": "p1", "set": {"yaer": 1}}])
+
+
+def test_fields_are_set_in_all_chunks_of_a_text(command_store: Path, tmp_path: Path):
+    source, run_file = tmp_path / "long.jsonl", tmp_path / "run.yaml"
+    update_file = tmp_path / "changes.jsonl"
+    update_file.write_text(json.dumps({"id": "p1", "set": {"year": 1959}}) + "\n")
+    run = load_run(run_file, ["prepare.fields={year: int}"])
+    prepare(run.prepare, Store(command_store))
+    report = update(run.prepare, Store(command_store), str(update_file))
+    passages = list(Corpus.open(Store(command_store), "corpus"))
+    years = {passage.id: dict(passage.fields) for passage in passages}
+    assert {name for name, own in years.items() if own == {"year": 1959}} == {f"p1#{n}" for n in range(report.replaced)}
+    assert report.replaced == sum(name.startswith("p1#") for name in years) > 2 and source.is_file()
+
+
 def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsys: pytest.CaptureFixture[str]):
     index.upsert([("p1", "A new text.")])
     assert capsys.readouterr().err == ""

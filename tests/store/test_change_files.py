@@ -41,7 +41,7 @@ def change_lines(changes: dict[str, str | None]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def make_corpus(store: Store, folder: Path, texts: dict[str, str] = FIRST, **settings: int) -> Corpus:
+def make_corpus(store: Store, folder: Path, texts: dict[str, str] = FIRST, **settings: Any) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "rows.jsonl"
     file.write_text(change_lines(dict(texts)))
@@ -85,6 +85,45 @@ def test_in_whatever_batches_files_come_the_corpus_is_that_of_the_good_ones_one_
     before = Corpus.open(store, "corpus").info
     assert apply_next(store, source).files == []
     assert Corpus.open(store, "corpus").info == before
+
+
+WHOLE = st.builds(lambda text, x: {"text": text, "x": x}, st.sampled_from(["1 2 3", "1 2 3 4 5"]), st.integers(0, 3))
+SET = st.dictionaries(st.sampled_from("xy"), st.none() | st.integers(4, 9), min_size=1).map(lambda own: {"set": own})
+ROWS = st.dictionaries(st.sampled_from(NAMES[:4]), WHOLE | SET | st.just({"delete": True}), max_size=4)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROWS, min_size=1, max_size=5), st.integers(1, 5), st.sampled_from([0, 2]))
+def test_in_whatever_batches_fields_are_set_the_corpus_is_that_of_rows_one_by_one(
+    tmp_path_factory, files: list[dict[str, dict]], size: int, chunk_words: int
+):
+    folder = tmp_path_factory.mktemp("fields")
+    store, source = Store(folder / "store"), Store(folder / "source")
+    cfg = CONFIG.model_copy(update={"fields": {"x": "int", "y": "int"}, "chunk_words": chunk_words})
+    make_corpus(store, folder, {"p0": "1 2 3", "p1": "1 2 3"}, fields=cfg.fields, chunk_words=chunk_words)
+    (folder / "source").mkdir()
+    now: dict[str, dict] = {"p0": {"text": "1 2 3"}, "p1": {"text": "1 2 3"}}
+    for number, rows in enumerate(files):
+        for name, row in rows.items():
+            if "set" in row and name in now:
+                now[name] = now[name] | row["set"]
+            elif "text" in row:
+                now[name] = row
+            elif "delete" in row:
+                now.pop(name, None)
+        text = "".join(json.dumps({"id": name, **row}) + "\n" for name, row in rows.items())
+        (folder / "source" / f"{number}.jsonl").write_text(text)
+    while apply_next(store, source, size, cfg).files:
+        pass
+    expected = {}
+    for name, own in now.items():
+        words, fields = own["text"].split(), {key: own[key] for key in "xy" if own.get(key) is not None}
+        step = chunk_words or len(words)
+        for number, start in enumerate(range(0, len(words), step)):
+            piece_id = f"{name}#{number}" if chunk_words else name
+            expected[piece_id] = (" ".join(words[start : start + step]), fields)
+    assert {p.id: (p.text, dict(p.fields)) for p in Corpus.open(store, "corpus")} == expected
+    assert not any(problems(store).values())
 
 
 def test_files_of_every_kind_of_source_are_applied_and_their_record_is_in_the_corpus(store: Store, tmp_path: Path):

@@ -342,6 +342,64 @@ def test_an_old_corpus_that_returns_keeps_its_questions_from_a_collection_that_r
     assert [question.id for question in read_questions(again, "set")] == ["q"]
 
 
+FIELDS = CONFIG.model_copy(update={"fields": {"year": "int", "tags": "strings"}})
+
+
+def with_fields(write: Write, store: Store, *rows: dict) -> None:
+    source = SourceConfig(path=str(write("fields.jsonl", lines(*rows))))
+    prepare(FIELDS.model_copy(update={"sources": [source]}), store)
+
+
+def test_two_writers_of_different_fields_of_a_passage_both_win(store: Store, write: Write):
+    with_fields(write, store, row("a", "one") | {"year": 1, "tags": ["x"]}, row("b", "two"))
+    year, tags = (str(write(f"{n}.jsonl", lines({"id": "a", "set": own}))) for n, own in SETS.items())
+    calls = []
+
+    def be_faster(what: str, count: int, total: int) -> None:
+        if what == "parts written" and not calls:
+            calls.append(update(FIELDS, store, tags))
+
+    with pytest.raises(PublishConflictError):
+        update(FIELDS, store, year, be_faster)
+    report = update(FIELDS, store, year)
+    assert (report.replaced, report.passages, calls[0].replaced) == (1, 2, 1)
+    passages = Corpus.open(store, "corpus").get(["a", "b"])
+    assert passages == {"a": Passage("a", "t", "one", (("year", 2),)), "b": Passage("b", "t", "two")}
+    assert update(FIELDS, store, year).unchanged == 1
+
+
+SETS = {"year": {"year": 2}, "tags": {"tags": None}}
+
+
+def test_fields_of_a_passage_that_is_not_there_change_nothing(tmp_path: Path, write: Write, caplog):
+    store = Store(tmp_path / "store")
+    with_fields(write, store, row("a", "one"))
+    report = update(FIELDS, store, str(write("c.jsonl", lines({"id": "x", "set": {"year": 1}}))))
+    assert (report.absent, report.added, report.digest) == (1, 0, report.parent)
+    assert "update: no passage of corpus 'corpus', and left out: fields of 'x'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"set": {"year": 1}}, "id is missing"),
+        ({"id": "a", "set": {"yaer": 1}}, "set: the corpus has no field 'yaer'; there are: year, tags"),
+        ({"id": "a", "set": {"text": "x"}}, "set: the corpus has no field 'text'; there are: year, tags"),
+        ({"id": "a", "set": {"year": "x"}}, "set: field 'year': 'x' is no int"),
+        ({"id": "a", "set": {"year": 1}, "text": "x"}, "'text' stands beside 'set', which has all that changes"),
+        ({"id": "a", "set": {"year": 1}, "delete": True}, "'delete' stands beside 'set'"),
+        ({"id": "a", "set": 1}, 'text is missing. A row is a passage .* or "set": {"field": value}'),
+    ],
+)
+def test_a_bad_row_of_fields_is_named_and_nothing_changes(tmp_path: Path, write: Write, row: dict, message: str):
+    store = Store(tmp_path / "store")
+    with_fields(write, store, {"id": "a", "text": "one", "year": 1})
+    before = Corpus.open(store, "corpus").info
+    with pytest.raises(DataError, match=rf"c\.jsonl:1: {message}"):
+        update(FIELDS, store, str(write("c.jsonl", lines(row))))
+    assert Corpus.open(store, "corpus").info == before
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -1,6 +1,6 @@
 """Define the records that a source file yields, each with its place in the file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,6 +36,19 @@ class DeletionRecord(NamedTuple):
 
     id: str
     where: str
+
+
+class FieldsRecord(NamedTuple):
+    """New values of some fields of a passage; None removes one. Its title, text and other fields stay as they are."""
+
+    id: str
+    values: Mapping[str, Any]
+    where: str
+
+    def over(self, passage: Passage, names: Iterable[str]) -> Passage:
+        """Return a passage with these values; `names` are those of the corpus's fields, in order."""
+        fields = {**dict(passage.fields), **self.values}
+        return passage._replace(fields=tuple((name, fields[name]) for name in names if fields.get(name) is not None))
 
 
 class FilteredDeletion(NamedTuple):
@@ -112,6 +125,14 @@ def deletion_record(id_: Any, where: str) -> DeletionRecord | BadRow:
     """Make the record of a passage to delete, or a bad row with the reason."""
     try:
         return DeletionRecord(_id(id_), where)
+    except ValueError as error:
+        return BadRow(where, str(error))
+
+
+def fields_record(id_: Any, values: Mapping[str, Any], where: str) -> FieldsRecord | BadRow:
+    """Make the record of new values of fields, or a bad row with the reason."""
+    try:
+        return FieldsRecord(_id(id_), values, where)
     except ValueError as error:
         return BadRow(where, str(error))
 

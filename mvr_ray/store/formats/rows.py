@@ -22,7 +22,9 @@ from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     NUMBERED_ROWS,
     BadRow,
+    FieldsRecord,
     Record,
+    fields_record,
     passage_record,
     plain_apostrophes,
     question_id,
@@ -217,6 +219,19 @@ def passage_of(row: dict[str, Any], where: str) -> Record:
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
     return passage_record(id_of(row), row.get("title"), text, where, extras=extras)
+
+
+def sets_fields(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has new values of single fields in place of a passage."""
+    return isinstance(row.get("set"), Mapping)
+
+
+def fields_of(row: dict[str, Any], where: str) -> FieldsRecord | BadRow:
+    """Read a row that sets fields, `{"id": ..., "set": {...}}`, or return a bad row."""
+    others = [name for name, value in row.items() if name not in ("id", "_id", "set") and value is not None]
+    if others:
+        return BadRow(where, f"{others[0]!r} stands beside 'set', which has all that changes; leave one of them out")
+    return fields_record(id_of(row), row["set"], where)
 
 
 def write_jsonl(path: Path, passages: Iterable[Passage], progress: Progress = no_progress, total: int = 0) -> int:
