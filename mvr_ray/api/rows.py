@@ -165,7 +165,7 @@ def questions_of(questions: Any) -> list[Question]:
     mappings with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one, or
     the first whose id occurs before it."""
     if isinstance(questions, str | Path):
-        return read_question_file(Path(questions))
+        return read_question_file(questions)
     all_rows = list(rows_of(questions))
     row_ids = {str(row.get("id") if isinstance(row, Mapping) else getattr(row, "id", "")) for row in all_rows}
     question_by_id: dict[str, Question] = {}

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 from mvr_ray.api.rows import ID_NAMES
 from mvr_ray.cli.args import require_writable
-from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_path
+from mvr_ray.config import SourceConfig, check_field_name, load_run
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.fields import FieldReader, TextCell
-from mvr_ray.store.files import finished_file
+from mvr_ray.store.files import address_name, finished_file
 from mvr_ray.store.formats.huggingface import dataset_rows
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
-from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
+from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files, source_path
 from mvr_ray.store.formats.text_files import Row, csv_rows, first_cells, json_lines, plain_name
 from mvr_ray.store.formats.training_rows import is_training_row
 
@@ -137,7 +137,7 @@ def sample_source(path: str) -> SourceSample:
             kind = "tsv"
             source = source.model_copy(update={"format": kind})
     if kind in ("beir", "msmarco"):
-        split = _split(resolve_path(path), kind)
+        split = _split(source_path(source), kind)
         source = source.model_copy(update={"split": split} if split else {"questions": None})
     names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
     source = SourceConfig.model_validate({**source.model_dump(exclude_unset=True), "format": kind, "fields": names})
@@ -188,8 +188,7 @@ def _require_one_kind(path: str, files: Sequence[Path]) -> None:
 def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
     """Yield the unparsed rows of a source, without bad ones."""
     if kind == "huggingface":
-        path = source.path if source.path.startswith("hf:") else str(resolve_path(source.path))
-        yield from dataset_rows(path, source.split)
+        yield from dataset_rows(str(source_path(source)), source.split)
         return
     file = source_files(source)[0]
     if kind == "parquet":
@@ -264,7 +263,8 @@ def _split(folder: Path, kind: str) -> str | None:
 
 def _name(path: str) -> str:
     """Return a name for what comes from a source: the file's or folder's, without its endings."""
-    return _slug(path.rpartition("/")[2] if path.startswith("hf:") else Path(path).name.partition(".")[0])
+    name = Path(address_name(path)).name
+    return _slug(name if path.startswith("hf:") else name.partition(".")[0])
 
 
 def _file_name(output: Path) -> str:

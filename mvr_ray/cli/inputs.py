@@ -64,7 +64,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             own = run.analyze.questions
             key = "analyze.questions" if own else "evaluate.questions"
             check_version(run, sets=[(key, own or next(iter(run.evaluate.questions), None))])
-        case "retrieve" if resolve_path(arguments["questions"]).exists():
+        case "retrieve" if "://" in arguments["questions"] or resolve_path(arguments["questions"]).exists():
             check_version(run)
         case "retrieve":
             check_version(run, sets=[("questions, which is no file", arguments["questions"])])

@@ -56,7 +56,8 @@ class SourceConfig(Section):
 
     path: str
     """File or folder; `package:NAME/path` names a file inside an installed Python package, `hf:OWNER/NAME` a data set
-    of the Hugging Face hub, `hf:OWNER/NAME/SUBSET` a part of one."""
+    of the Hugging Face hub, `hf:OWNER/NAME/SUBSET` a part of one, `s3://` or `gs://` an object or a prefix, which is
+    copied to the cache."""
     format: Literal[
         "auto",
         "squad",

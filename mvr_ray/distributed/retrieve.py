@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match, refuse_empty_answers
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.cluster import session
@@ -26,7 +26,7 @@ from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.errors import CoverageError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, local_copy
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.store.formats.sources import read_question_file
@@ -261,7 +261,7 @@ def question_set(corpus: Corpus, name: str) -> QuestionSet:
     """Read a question set of the corpus by name, else the questions of a file, or of a folder such as BEIR's."""
     if name in question_sets(corpus):
         return QuestionSet(name, read_questions(corpus, name))
-    path = resolve_path(name)
+    path = local_copy(name)
     if not path.exists():
         set_names = ", ".join(question_sets(corpus)) or "none"
         raise MissingInputError(

@@ -211,13 +211,14 @@ class Store:
                 return True
             return self._rename_folder(source, self._local(path))
 
-    def local_path(self, path: str) -> Path:
-        """Return a local file or folder with the content of `path`: itself, or a copy in the cache."""
+    def local_path(self, path: str, *, exact: bool = False) -> Path:
+        """Return a local file or folder with the content of `path`: itself, or a copy in the cache. `exact`: the copy
+        of a folder has no file that the store has no more."""
         if self._objects is None:
             return self._local(path)
         with self._input(path, "download"):
             digest = hashlib.sha256(self.root.encode()).hexdigest()
-            return self._objects.download(_check_path(path), cache_dir() / digest[:16])
+            return self._objects.download(_check_path(path), cache_dir() / digest[:16], exact)
 
     def exists(self, path: str) -> bool:
         with self._input(path, "check"):
@@ -625,6 +626,15 @@ def split_address(address: str) -> tuple[str, str]:
     if not name or "://" not in folder:
         raise ConfigError(f"{address_name(address)} names no file or folder in its bucket; write s3://BUCKET/NAME")
     return f"{folder}{mark}{options}", name
+
+
+def local_copy(address: str) -> Path:
+    """Return a local file or folder with the content of what a run file or a command names: a path itself, or a copy in
+    the cache of `s3://` or `gs://`. Raises MissingInputError for an address with nothing there."""
+    if "://" not in address:
+        return resolve_path(address)
+    folder, name = split_address(address)
+    return Store(folder).local_path(name, exact=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -202,13 +202,18 @@ class ObjectFiles:
     def upload(self, source: Path, path: str) -> None:
         self._put(path, source, chunk_size=_part_bytes(source.stat().st_size))
 
-    def download(self, path: str, cache: Path) -> Path:
-        """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
+    def download(self, path: str, cache: Path, exact: bool) -> Path:
+        """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always;
+        `exact`: delete copies of files that are gone."""
         if not (files := self._at_or_below(path)):
             raise FileNotFoundError(path)
         with translate_copy_errors():
             for file in files:
                 self._download_file(file, cache / file["path"])
+            names = {cache / file["path"] for file in files}
+            for copy in (cache / path).rglob("*") if exact else ():
+                if copy not in names and not copy.name.startswith(".") and not copy.is_dir():
+                    copy.unlink(missing_ok=True)
         return cache / path
 
     def exists(self, path: str) -> bool:

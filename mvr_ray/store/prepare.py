@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.core.judging.answers import Match, warn_of_runs
 from mvr_ray.errors import (
     ConfigError,
@@ -39,9 +39,9 @@ from mvr_ray.store.corpus import (
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, address_name, sha256_of
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, with_fields
-from mvr_ray.store.formats.sources import format_of, read_source, source_files
+from mvr_ray.store.formats.sources import format_of, read_source, source_files, source_path
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, write_passages
 from mvr_ray.store.questions import archive, only_with, put_questions, write_question_file
@@ -405,7 +405,7 @@ def _holdings(source: SourceConfig) -> str:
     counts = Counter(map(type, read_source(source.model_copy(update={"passages": True, "questions": "all"}))))
     limit = f" (share: {source.share})" if source.passages else " (passages: false)"
     return (
-        f"{source.path} (format {format_of(source)}) holds "
+        f"{address_name(source.path)} (format {format_of(source)}) holds "
         f"{count_noun(counts[PassageRecord], 'passage')}{limit * bool(counts[PassageRecord])}, "
         f"{count_noun(counts[QuestionRecord], 'question')}, {count_noun(counts[BadRow], 'bad row')}"
     )
@@ -473,12 +473,14 @@ def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
 def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     """Describe the files of the sources by size and digest."""
     for source in cfg.sources:
-        files, kind, path = source_files(source), format_of(source), resolve_path(source.path)
+        files, kind, path = source_files(source), format_of(source), source_path(source)
         if not files:  # a data set of the Hugging Face hub
             yield SourceInfo(source.path, kind, 0, "")
         for file in files:
             within = "" if file == path else f"/{file.relative_to(path).as_posix()}"
-            yield SourceInfo(f"{source.path.rstrip('/')}{within}", kind, file.stat().st_size, sha256_of(file))
+            yield SourceInfo(
+                f"{address_name(source.path).rstrip('/')}{within}", kind, file.stat().st_size, sha256_of(file)
+            )
 
 
 def _count(sets: Mapping[str, Sized]) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -41,7 +41,7 @@ from mvr_ray.store.corpus import (
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader, read_fields
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, address_name, local_copy, sha256_of
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
@@ -116,7 +116,7 @@ def update(
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
     chunks, PublishConflictError if another update, `prepare` or a roll back was faster.
     """
-    file = resolve_path(changes)
+    file = local_copy(changes)
     if not file.is_file():
         raise MissingInputError(
             f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
@@ -436,9 +436,10 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Content
 
 def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
     """Return whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
-    if source.format == "mediawiki" or DUMP_NAME.search(source.path):
+    name = address_name(source.path)
+    if source.format == "mediawiki" or DUMP_NAME.search(name):
         return True
-    folder = f"{source.path.rstrip('/')}/"
+    folder = f"{name.rstrip('/')}/"
     return any(one.format == "mediawiki" and f"{one.path}/".startswith(folder) for one in corpus.info.sources)
 
 

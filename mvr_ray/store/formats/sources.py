@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mvr_ray.config import SourceConfig, resolve_path
+from mvr_ray.config import SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
+from mvr_ray.store.files import address_name, local_copy
 from mvr_ray.store.formats.dpr import CONTEXTS, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, dataset_rows
 from mvr_ray.store.formats.json_stream import JsonReader
@@ -78,7 +79,7 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
     that breaks off, or whose format cannot be detected, is a DataError.
     """
-    for records in _parts(source, resolve_path(source.path)):
+    for records in _parts(source, source_path(source)):
         for record in records:
             match record:
                 case PassageRecord() | DroppedRow(is_passage=True):
@@ -91,17 +92,21 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
                 yield with_prefix(record, source.id_prefix) if source.id_prefix else record
 
 
+def source_path(source: SourceConfig) -> Path:
+    """Return the file or folder of a source on this machine, of an object store its copy; of a data set of the Hugging
+    Face hub its name."""
+    return Path(source.path) if source.path.startswith(SCHEME) else local_copy(source.path)
+
+
 def source_files(source: SourceConfig) -> list[Path]:
     """List the files of a source, in reading order; a data set of the Hugging Face hub has none here."""
     if source.path.startswith(SCHEME):
         return []
     if not source.path:
         raise MissingInputError("the path of a source is empty; name a file or a folder ('.' is the working folder)")
-    if source.path.startswith(("s3://", "gs://")):
-        raise ConfigError(f"source {source.path} is in an object store; copy it to this machine and name the copy")
-    path = resolve_path(source.path)
+    path, name = source_path(source), address_name(source.path)
     if not path.exists():
-        raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
+        raise MissingInputError(f"source {name} does not exist ({path.absolute()}); correct its path")
     if not path.is_dir():
         return [path]
     match folder_format(source, path):
@@ -116,7 +121,7 @@ def source_files(source: SourceConfig) -> list[Path]:
     if not files:
         of_format = "" if source.format == "auto" else f" of format {source.format}"
         raise MissingInputError(
-            f"source {source.path} is a folder without files{of_format} ({path.absolute()}); correct its path"
+            f"source {name} is a folder without files{of_format} ({path.absolute()}); correct its path"
         )
     return files
 
@@ -127,7 +132,7 @@ def _tell_others(source: SourceConfig, folder: Path) -> None:
     visible_files = (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
     ends = Counter(file.suffix.lower() or file.name for file in visible_files)
     if others := [f"{number} {end}" for end, number in ends.most_common() if end not in IMAGE_ENDS]:
-        log.warning("files left out of source %s: %s; %s", source.path, ", ".join(others), HOW_TO_CONVERT)
+        log.warning("files left out of source %s: %s; %s", address_name(source.path), ", ".join(others), HOW_TO_CONVERT)
 
 
 def format_of(source: SourceConfig) -> str:
@@ -136,9 +141,9 @@ def format_of(source: SourceConfig) -> str:
         return source.format
     if source.path.startswith(SCHEME):
         return "huggingface"
-    path = resolve_path(source.path)
+    path = source_path(source)
     whole = folder_format(source, path) if path.is_dir() else None
-    return whole or _detect_format(source_files(source)[0], source.path, bool(_names_of(source)))
+    return whole or _detect_format(source_files(source)[0], source, bool(_names_of(source)))
 
 
 def folder_format(source: SourceConfig, folder: Path) -> str | None:
@@ -155,10 +160,10 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
     return "text" if not has_data and text_files(folder) else None
 
 
-def read_question_file(path: Path) -> list[Question]:
+def read_question_file(path: str | Path) -> list[Question]:
     """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows, and ids
     that occur twice, are refused."""
-    path = resolve_path(str(path))
+    path = local_copy(str(path))
     if plain_name(path).suffix == ".txt":
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
@@ -199,11 +204,11 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
             "beir": "BEIR is a folder with corpus.jsonl and queries.jsonl",
             "huggingface": "a data set is a folder",
         }
-        raise DataError(f"source {source.path} is a file, but {expected[source.format]}")
+        raise DataError(f"source {address_name(source.path)} is a file, but {expected[source.format]}")
     if whole == "text":
         _tell_others(source, path)
     for file in files:
-        format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
+        format = whole or (source.format if source.format != "auto" else _detect_format(file, source, bool(names)))
         _refuse_names(source, format, names)
         if format == "text" and path.is_dir() and leaves_folder(file, path):
             yield iter([BadRow(f"{file}:1", f"a link to a text outside the folder ({file.resolve()}); copy it here")])
@@ -221,8 +226,8 @@ def _names_of(source: SourceConfig) -> dict[str, str | None]:
 def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:
     if names and format not in NAMED_FIELDS:
         raise ConfigError(
-            f"source {source.path}: fields are set, but format {format} has names of its own; leave fields out, or set "
-            f"format to one of {', '.join(NAMED_FIELDS)}"
+            f"source {address_name(source.path)}: fields are set, but format {format} has names of its own; leave "
+            f"fields out, or set format to one of {', '.join(NAMED_FIELDS)}"
         )
 
 
@@ -230,7 +235,7 @@ def _is_text(file: Path) -> bool:
     return plain_name(file).suffix.lower() in TEXT_ENDS
 
 
-def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
+def _detect_format(file: Path, source: SourceConfig, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = plain_name(file).name.lower()
     if stem.endswith(".parquet"):
@@ -253,7 +258,7 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
         return "text"
     formats = f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
     raise DataError(
-        f"the format of source {source} cannot be detected from the name {file.name!r}; "
+        f"the format of source {address_name(source.path)} cannot be detected from the name {file.name!r}; "
         f"{HOW_TO_CONVERT if stem.endswith(DOCUMENT_ENDS) else formats}"
     )
 

@@ -622,8 +622,6 @@ def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_pa
         read(tmp_path / "pipe.jsonl")
     with pytest.raises(MissingInputError, match=r"notes is a folder without files of format beir \("):
         read(write("notes/readme.md", "Text.").parent, "beir")
-    with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
-        list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
     with pytest.raises(DataError, match=r"x\.bin.*set `format:` to one of squad, .*beir"):
         read(write("x.bin", ""))
     data = gzip.compress(b"1\ttext\ttitle\n" * 5000)
