@@ -211,7 +211,7 @@ def _markdown(
 
 
 def _page(title: str, markdown: str, plots: Sequence[Plot]) -> str:
-    """Render a report's Markdown as HTML that needs no other file. Marks in names and questions stay as they are."""
+    """Render a report's Markdown as HTML that loads nothing else. Marks in names and questions stay as they are."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = parser.disable(["emphasis", "link", "entity", "escape"]).render(markdown)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
@@ -220,5 +220,7 @@ def _page(title: str, markdown: str, plots: Sequence[Plot]) -> str:
         body = body.replace(f'src="{plot.name}.png"', f'src="data:image/png;base64,{data}"')
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
     )

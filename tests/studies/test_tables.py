@@ -21,7 +21,7 @@ from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies import plots
 from mvr_ray.studies.cost import VIEWS, cost
 from mvr_ray.studies.definition import load_study
-from mvr_ray.studies.plots import draw_plots
+from mvr_ray.studies.plots import Plot, draw_plots
 from mvr_ray.studies.report import _markdown, _page
 from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult
 from mvr_ray.studies.retrieval_tables import index_table, reading_table
@@ -240,6 +240,15 @@ def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(c
     passages = list(islice(Corpus.open(Store(run.store.path), run.prepare.corpus), 12))
     tokens = [passage.num_tokens for passage in encoder.tokenize_passages(passages)]
     assert vectors["late interaction"] == pytest.approx(np.mean(tokens)), "as many vectors as tokens"
+
+
+def test_the_page_of_a_report_loads_no_picture_that_the_data_names():
+    policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+    markdown = "![bars](bars.png)\n\n| question |\n|---|\n| ![x](http://evil.example/p.png) |\n"
+    page = _page("title", markdown, [Plot("bars", "Bars", b"png")])
+    head, _, body = page.partition("</head>")
+    assert policy in head and head.index(policy) < head.index("<style>")
+    assert 'src="data:image/png;base64,cG5n"' in body and 'src="bars.png"' not in body
 
 
 def test_a_cell_of_several_lines_stays_in_its_row_of_the_report():
