@@ -18,7 +18,7 @@ def until(what: Callable[[], T], seconds: float = 60.0, every_s: float = 0.002) 
     return value
 
 
-def lines_of(process: Popen[str], stream: Iterable[str] | None, seconds: float = 300.0) -> Iterator[str]:
+def lines_of(process: Popen[str], stream: Iterable[str] | None, seconds: float = 1200.0) -> Iterator[str]:
     """The lines of a process's stdout or stderr. It is killed when the time is over."""
     assert stream
     timer = threading.Timer(seconds, process.kill)

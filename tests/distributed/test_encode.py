@@ -21,7 +21,6 @@ import pytest
 import ray
 from random_index import publish_random_index, random_views
 from safetensors.torch import load_file, save_file
-from waiting import lines_of
 
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import RunConfig, parse_run
@@ -321,12 +320,16 @@ def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(
 
 
 DRIVER = """
-import sys
+import os, signal, sys
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.indexing import build_index
-run = RunConfig.model_validate_json(sys.argv[1])
+
+def kill(what, count, total):
+    if what == "encode":
+        os.kill(os.getpid(), signal.SIGKILL)
+
 if __name__ == "__main__":
-    build_index.index(run, lambda what, done, total: print(what, done, total, flush=True))
+    build_index.index(RunConfig.model_validate_json(sys.argv[1]), kill)
 """
 
 
@@ -338,11 +341,8 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
     run = run_over(empty_store, resources={"encoders_max": 1})
     command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
-        for line in lines_of(driver, driver.stdout):
-            if line.startswith("encode "):
-                driver.kill()
-                break
+    driver = subprocess.run(command, env=environment, timeout=1200)
+    assert driver.returncode == -signal.SIGKILL
     store = Store(str(empty_store))
     assert manifest.list_versions(store, "index") == []
     key = store.list(paths.index_dir("index", "staging"))[0]

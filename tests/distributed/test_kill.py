@@ -36,7 +36,22 @@ REFINE = {
     "patience": 12,
     "max_heldout_loss": 100,
 }
-COMMAND = [sys.executable, "-m", "mvr_ray.cli"]
+COMMAND = """
+import json, os, sys
+from mvr_ray.cli import main
+from mvr_ray.progress import Reporter, progress_line
+
+signals, report = json.loads(sys.argv[1]), Reporter.__call__
+
+def report_and_signal(reporter, *step):
+    report(reporter, *step)
+    for moment in [moment for moment in signals if moment in progress_line(*step, rate=0.0)]:
+        os.kill(os.getpid(), signals.pop(moment))
+
+Reporter.__call__ = report_and_signal
+main(sys.argv[2:])
+"""
+"""Sends itself a signal when its progress first says a moment: a test that sends it would come late now and then."""
 
 
 @pytest.fixture
@@ -59,20 +74,22 @@ def run_file(run_over, tmp_path) -> Callable[[Path], str]:
     return write
 
 
-def killed_at(
-    moment: str, words: list[str], on_line: Callable[[int, str], None] = lambda *_: None, **environment
-) -> None:
-    """Start a command and SIGKILL it when its progress says `moment`; `on_line` gets (process id, line) until then."""
+def killed_at(moment: str, words: list[str], when_encoding: Callable[[int], None] | None = None, **environment) -> None:
+    """A command that dies by SIGKILL when its progress says `moment`. While it encodes it is stopped for a call of
+    `when_encoding`, which gets its process id."""
+    signals = {moment: signal.SIGKILL} | ({"encode:": signal.SIGSTOP} if when_encoding else {})
+    command = [sys.executable, "-c", COMMAND, json.dumps(signals), *words]
     lines = []
     with subprocess.Popen(
-        [*COMMAND, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
     ) as driver:
         for line in lines_of(driver, driver.stderr):
             lines.append(line)
-            if moment in line:
-                driver.send_signal(signal.SIGKILL)
-                break
-            on_line(driver.pid, line)
+            if when_encoding and line.startswith("encode:"):
+                os.waitid(os.P_PID, driver.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                when_encoding(driver.pid)
+                when_encoding = None
+                driver.send_signal(signal.SIGCONT)
     assert driver.returncode == -signal.SIGKILL, "".join(lines)
 
 
@@ -112,10 +129,9 @@ def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
 ):
     killed_pids: list[int] = []
 
-    def kill_encoder(driver: int, line: str) -> None:
-        if line.startswith("encode:") and not killed_pids:
-            killed_pids.extend(encoder_processes(driver)[:1])
-            os.kill(killed_pids[0], signal.SIGKILL)
+    def kill_encoder(driver: int) -> None:
+        killed_pids.extend(encoder_processes(driver)[:1])
+        os.kill(killed_pids[0], signal.SIGKILL)
 
     command = ["index", run_file(empty_store)]
     killed_at("build shards: 1 of 3", command, kill_encoder, RAY_TMPDIR=ray_folder)
