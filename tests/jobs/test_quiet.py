@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import until
 
 from mvr_ray.cli import main
 
@@ -79,6 +80,11 @@ def encoding_workers(command: int) -> list[int]:
     return [int(pid) for pid, _, words in rows if int(pid) in family and words.startswith("ray::MapWorker")]
 
 
+def index_files(run_file: str) -> list[Path]:
+    """Files below the index of a run, also those of its unfinished chunks."""
+    return [*Path(run_file).parent.glob("store/indexes/**/*")]
+
+
 def others_than_own(lines: Iterable[str]) -> set[str]:
     return {line for line in lines if not OWN_LINES.fullmatch(line)}
 
@@ -87,16 +93,17 @@ def test_ctrl_c_is_one_line_and_so_is_a_worker_that_dies_when_the_same_command_g
     with start(run_file) as command:
         lines = list(until_encoding(command))
         command.send_signal(signal.SIGINT)
-        _, err = command.communicate(timeout=120)
+        _, err = command.communicate(timeout=300)
     assert command.returncode == 130, err
     assert lines[0].startswith("starting Ray on this machine")
     assert err.splitlines()[-1] == "mvr-ray: interrupted; the same command continues where it stopped"
     assert others_than_own([*lines, *err.splitlines()]) == set()
 
     with start(run_file) as command:
-        lines = [line for _ in range(2) for line in until_encoding(command)]  # the first counts what is there
-        [worker, *_] = encoding_workers(command.pid)
-        os.kill(worker, signal.SIGKILL)
-        _, err = command.communicate(timeout=300)
+        lines = list(until_encoding(command))  # counts what is there
+        num_files = len(index_files(run_file))
+        until(lambda: len(index_files(run_file)) > num_files, 300, every_s=0.05)
+        os.kill(encoding_workers(command.pid)[0], signal.SIGKILL)
+        _, err = command.communicate(timeout=1200)
     assert command.returncode == 0, err
     assert others_than_own([*lines, *err.splitlines()]) <= {WORKER_DIED}
