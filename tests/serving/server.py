@@ -36,7 +36,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     server.startup = start_and_tell
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert has_begun.wait(20)
+    assert has_begun.wait(120)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
