@@ -70,6 +70,9 @@ def births(lines: list[dict[str, str]]) -> Counter[str]:
 
 
 QUERY = b'{"queries": ["What was the oil crisis?"], "k": 2'
+LATE_S = 5.75
+"""HAProxy answers 0.75 s after a deadline; the rest is for a busy machine, and far from the 10 s of a request without
+one of its own."""
 SEARCH, ZEROS = "/v1/search", ", ".join(64 * ["0"])
 BAD = {
     "wrong dimension": (SEARCH, b'{"queries": [[1, 2]]}', "422 wrong_dimension"),
@@ -205,7 +208,7 @@ def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_dead
         [replica] = [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")]
         assert timed_search(address, 10_000)[0] == "200"
         os.kill(replica, signal.SIGSTOP)
-        timeouts = [timed_search(address, timeout_ms) for timeout_ms in (500, 1500)]
+        timeouts = [timed_search(address, int(1000 * deadline_s)) for deadline_s in (0.5, 1.5)]
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(timed_search, address, 10_000)
             with Client(address, token=ADMIN) as client, pytest.raises(UnreachableError, match="timeout"):
@@ -218,8 +221,9 @@ def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_dead
         server.stderr.read()
     assert server.returncode == 0
     assert [answer for answer, _ in timeouts] == ["504 timeout"] * 2
-    assert 0.5 <= timeouts[0][1] < 1.5 <= timeouts[1][1] < 2.5
-    assert outcome[0] in ("200", "503 unavailable", "504 timeout") and outcome[1] < 11
+    for deadline_s, (_, took_s) in zip((0.5, 1.5), timeouts):
+        assert deadline_s <= took_s < deadline_s + LATE_S
+    assert outcome[0] in ("200", "503 unavailable", "504 timeout") and outcome[1] < 10 + LATE_S
     seconds = ", ".join(f"{seconds:.1f}" for _, seconds in timeouts)
     record_property("figures", f"stopped: 504 after {seconds} s; killed: {outcome[0]} after {outcome[1]:.1f} s")
 
