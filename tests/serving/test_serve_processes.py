@@ -38,7 +38,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nodes, pytest.mark.data, pytest.mark
 
 TIMEOUT_MS = 3000
 LATE_S = 1.5
-"""Beyond the deadline of a request on a machine that is busy with this test."""
+"""Beyond the deadline of a search and what the slowest took before the fault, on a machine that is busy with this
+test."""
 QUERY = json.dumps({"queries": ["What was the oil crisis?"], "k": 3}).encode()
 
 
@@ -117,6 +118,10 @@ def search_once(port: int) -> TimedReply:
     return TimedReply("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
 
 
+def slowest(answers: list[TimedReply]) -> float:
+    return max(one.took_s for one in answers)
+
+
 @contextmanager
 def load(port: int, threads: int = 3) -> Iterator[list[TimedReply]]:
     """Searches one after the other in every thread, while the block runs."""
@@ -181,10 +186,12 @@ def test_odd_requests_get_the_same_answers_as_without_proxies(server):
 def test_a_header_of_any_length_stalls_nobody(server):
     before = processes("ProxyActor")
     with load(server.port, threads=1) as answers:
+        wait_for(lambda: len(answers) > 20, 60)
+        calm_s, num_before = slowest(answers), len(answers)
         refusals = [send(server.port, long_header(size)) for size in (30, 180)]
-        wait_for(lambda: len(answers) > 3, 60)
+        wait_for(lambda: len(answers) > num_before + 3, 60)
     assert refusals == 2 * [RawReply(400, "")] and processes("ProxyActor") == before
-    assert {one.outcome for one in answers} == {"200"} and max(one.took_s for one in answers) < TIMEOUT_MS / 1000
+    assert {one.outcome for one in answers} == {"200"} and slowest(answers) - calm_s < TIMEOUT_MS / 1000
 
 
 @pytest.mark.chaos(
@@ -262,19 +269,19 @@ def test_a_process_that_ends_costs_what_is_promised_and_no_request_its_deadline(
 
     with load(server.port) as answers:
         wait_for(lambda: len(answers) > 20, 60)
-        before = len(answers)
+        calm_s, before = slowest(answers), len(answers)
         os.kill(victim, number)
         threading.Event().wait(PAUSE_S)
         if name.endswith("5 s"):
             os.kill(victim, signal.SIGCONT)
         healed_s = PAUSE_S + wait_for(is_answered, 120)
     outcomes = Counter(one.outcome for one in answers)
-    slowest_s = max(one.took_s for one in answers)
+    slowest_s = slowest(answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"{counts}; slowest {slowest_s:.1f} s; a hundred in a row after {healed_s:.0f} s")
     assert set(outcomes) - {"200"} <= errors, {one for one in answers if one.outcome not in {"200", *errors}}
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
-    assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
+    assert slowest_s - calm_s < TIMEOUT_MS / 1000 + LATE_S
     if kind == "ServeReplica":
         wait_for(lambda: len(set(processes(kind)) - {victim}) == 2, 120)
 
@@ -288,8 +295,10 @@ KILL_EVERY_S = 20.0
 def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_late(server, record_property):
     expected = search_once(server.port)
     assert expected.outcome == "200"
-    rng, end_s, kills = random.Random(SOAK_S), time.monotonic() + SOAK_S, Counter()
+    rng, kills = random.Random(SOAK_S), Counter()
     with load(server.port) as answers:
+        wait_for(lambda: len(answers) > 20, 60)
+        calm_s, end_s = slowest(answers), time.monotonic() + SOAK_S
         while time.monotonic() < end_s:
             kind = rng.choice(("ServeReplica", "ProxyActor", "ServeController", "SearcherActor", "haproxy"))
             victims = haproxy(server) if kind == "haproxy" else processes(kind)
@@ -298,13 +307,13 @@ def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_
                 kills[kind] += 1
             threading.Event().wait(KILL_EVERY_S)
         wait_for(lambda: len(answers) > 100 and {one.outcome for one in answers[-100:]} == {"200"}, 180)
-    outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
+    outcomes, slowest_s = Counter(one.outcome for one in answers), slowest(answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"{SOAK_S:g} s, killed {dict(kills)}: {counts}; slowest {slowest_s:.1f} s")
     allowed_errors = set().union(*(one.errors for one in FAULTS.values())) | {"503 not_covered"}
     assert set(outcomes) - {"200"} <= allowed_errors, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
-    assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
+    assert slowest_s - calm_s < TIMEOUT_MS / 1000 + LATE_S
 
 
 @pytest.mark.chaos("GCS of a private cluster killed under load", "answers for a minute; then status 1, no process")
@@ -316,14 +325,15 @@ def test_without_its_head_a_server_answers_until_it_ends_by_itself(small_index, 
         own = descendants(process.pid)
         with load(port, threads=1) as answers:
             wait_for(lambda: len(answers) > 20, 60)
+            calm_s = slowest(answers)
             os.kill(head, signal.SIGKILL)
             ended_s = wait_for(lambda: process.poll() is not None, 180)
-    outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
+    outcomes, slowest_s = Counter(one.outcome for one in answers), slowest(answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"ended after {ended_s:.0f} s with status {process.returncode}: {counts}")
     errors = {"502 unavailable", "503 unavailable", "504 timeout", *BROKEN_CONNECTIONS}
     assert expected.outcome == "200" and process.returncode == 1
     assert set(outcomes) - {"200"} <= errors | {"ConnectionRefusedError"}, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
-    assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
+    assert slowest_s - calm_s < TIMEOUT_MS / 1000 + LATE_S
     wait_for(lambda: not [one for one in own if Path(f"/proc/{one}").exists()], 120)
