@@ -238,7 +238,6 @@ def test_files_are_given_by_paths_or_by_an_entry_of_sources(tmp_path: Path, monk
         ("b.jsonl", "passages has 'b.jsonl', and no file or folder"),
         ("data/*.parquet", r"passages has 'data/\*.parquet', and no file or folder"),
         ("b.csv.gz", "passages has 'b.csv.gz', and no file or folder"),
-        ("s3://bucket/b.parquet", "source s3://bucket/b.parquet is in an object store; copy it to this machine"),
     ],
 )
 def test_paths_of_which_one_is_no_file_are_never_taken_as_texts(tmp_path: Path, monkeypatch, name, message):
@@ -248,6 +247,7 @@ def test_paths_of_which_one_is_no_file_are_never_taken_as_texts(tmp_path: Path, 
         with pytest.raises(MvrRayError, match=message):
             Index.build(names, path=tmp_path / "store")
     assert sources_of([f"{name} is a file", "a.jsonl"]) is None
+    assert sources_of(["a.jsonl", address := "s3://bucket/b.parquet"]) == [{"path": "a.jsonl"}, {"path": address}]
 
 
 def test_an_index_of_a_file_with_other_names_is_built(tiny_backbone: Path, tmp_path: Path):
