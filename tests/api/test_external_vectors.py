@@ -78,6 +78,15 @@ def test_a_file_in_any_order_and_pairs_give_the_same_shards(index: Index, tmp_pa
     assert other.manifest.shards == index.manifest.shards
 
 
+def test_vectors_that_go_out_come_in_to_the_last_bit(index: Index, tmp_path: Path):
+    store, file = tmp_path / "own", tmp_path / "out.parquet"
+    with pytest.raises(SystemExit) as end:
+        main(["vectors", f"{store}/run.yaml", f"store.path={store}", f"output={file}"])
+    assert not end.value.code
+    other = Index.build(PASSAGES, vectors=file, path=tmp_path / "other", settings=SETTINGS)
+    assert other.manifest.shards == index.manifest.shards
+
+
 def test_changes_give_the_answers_and_the_vectors_of_what_they_name_and_keep_the_others(index: Index):
     vectors = {**VECTORS, "p3": unit(2, D), "p99": unit(1, D), "p6": unit(3, D)}
     own = [(name, vectors[name]) for name in ("p3", "p99")]
