@@ -152,7 +152,7 @@ def run_stage(
     from mvr_ray.cli.inputs import check_inputs, ready_command
     from mvr_ray.distributed.cluster import job_metrics, session
     from mvr_ray.progress import Reporter
-    from mvr_ray.store.files import Store
+    from mvr_ray.store.files import Store, without_keys
     from mvr_ray.store.runs import record, to_plain
 
     if verbose:
@@ -189,7 +189,7 @@ def run_stage(
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
     if summary and words and (following := ready_command(summary.next, run)):
-        _err(f"next: mvr-ray {following}")
+        _err(without_keys(f"next: mvr-ray {following}"))
 
 
 def _question_values_to_files(report: Any, run: "RunConfig", files: dict[str, bytes]) -> Any:

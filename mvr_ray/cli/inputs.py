@@ -14,7 +14,7 @@ from mvr_ray.config.train import check_train
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
-from mvr_ray.store.files import Store, require_lasting
+from mvr_ray.store.files import Store, local_copy, require_lasting
 from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
 SettingOfSet = tuple[str, str | None]
@@ -95,7 +95,7 @@ def ready_command(command: str, run: RunConfig) -> str:
 
 
 def _require_ranking(name: str) -> None:
-    if not resolve_path(name).is_file():
+    if not local_copy(name).is_file():
         raise MissingInputError(f"ranking {name} does not exist or is not a file; `mvr-ray retrieve` writes one")
 
 

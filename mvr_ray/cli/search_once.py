@@ -13,6 +13,8 @@ from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 
+MAX_MS = 3_600_000
+
 
 @contextmanager
 def open_service(
@@ -30,6 +32,7 @@ def open_service(
 
         require_encoder(store, live)
         with open_router(run, version, local=not session.cluster_address(run.resources)) as router:
-            yield SearchService(router, run.serve, hybrid=run.search.hybrid)
+            limits = run.serve.model_copy(update={"timeout_ms": MAX_MS})  # a model may load for long
+            yield SearchService(router, limits, hybrid=run.search.hybrid)
     except RequestError as error:
         raise ConfigError(f"{command}: {error.message}; {error.hint}") from None

@@ -8,7 +8,7 @@
 
 Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
 are not independent. Every search has at least 10 hits, for gold/ndcg@10; ranks are over the first max(k), as gold/mrr
-is. Only complete answers count: a version with an unavailable shard is not measurement. A question that is a passage of
+is. Only complete answers count: a version with an unavailable shard is not measured. A question that is a passage of
 the corpus itself (`own_passages`) is searched without that one. `evaluate_ranking` measures the ranking of any program
 by the same figures.
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.config import EvaluateConfig, RunConfig, resolve_path
+from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, refuse_empty_answers, warn_of_runs
 from mvr_ray.core.judging.metrics import (
     NDCG_CUTOFF,
@@ -54,7 +54,7 @@ from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, local_copy
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
@@ -207,12 +207,18 @@ def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progr
     left out, unless it ranks all passages. Raises ConfigError as `evaluate` does, and if no cut-off is left; DataError
     for a file that ranks no question of a set, or a passage twice; MissingInputError for a passage of another corpus.
     """
-    settings, store, path = run.evaluate, Store(run.store.path), resolve_path(ranking)
+    settings, store, path = run.evaluate, Store(run.store.path), local_copy(ranking)
     base = manifests.read(store, run.index.name)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     measurement = _Measurement(run, corpus, _configured_sets(corpus, settings))
     rows = read_ranked_ids(path)
-    depth = max(len(row.hits) for row in rows)
+    own_of = {
+        key: measurement.own_ids[name].get(question.id, ())
+        for name, questions in measurement.sets
+        for question in questions
+        for key in (question.id, question.text)
+    }
+    depth = max(sum(hit not in own_of.get(row.id or row.text or "", ()) for hit, _ in row.hits) for row in rows)
     if depth < base.num_passages and (too_deep := sorted(k for k in {*settings.k, NDCG_CUTOFF} if k > depth)):
         if depth < min(settings.k):
             raise ConfigError(

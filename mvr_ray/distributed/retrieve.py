@@ -218,9 +218,6 @@ def retrieve(
     if format == "trec":
         for question in query_set.questions:
             refuse_spaces(question.id, "question")
-        for shard in range(corpus.num_shards):
-            for passage_id in corpus.part(shard).table(["id"])["id"].to_pylist():
-                refuse_spaces(passage_id, "passage")
     with open_router(run, base.version) as router:
         results = rank_questions(run, router, [query_set], settings, progress)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)

@@ -16,9 +16,11 @@ def load_run_at(address: str | Path, overrides: Sequence[str] = ()) -> RunConfig
         return load_run(address, tuple(overrides))
     folder, name = split_address(str(address))
     store = Store(folder)
-    file = store.local_path(name)
     is_of_store = name == paths.RUN_FILE and store.list(paths.INDEXES)
-    try:
-        return load_run(file, (*([f"store.path={folder}"] if is_of_store else []), *overrides))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(str(file), store.where(name))) from None
+    with store.scratch() as alone:  # so that no earlier copy of another file is its base
+        file = alone / name
+        file.write_bytes(store.read_bytes(name))
+        try:
+            return load_run(file, (*([f"store.path={folder}"] if is_of_store else []), *overrides))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(alone), store.name)) from None

@@ -30,7 +30,7 @@ def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
     `prefix`, its name is that and 8 characters, and only its user can read it."""
     folder, lease, handle = _make_folder(parent, prefix)
     try:
-        if not parent.is_symlink():
+        if prefix or not parent.is_symlink():  # names without a prefix may be those of another's folders
             _delete_abandoned(parent, prefix, lease.stat().st_mtime)
         yield folder
     finally:

@@ -878,6 +878,14 @@ def test_a_run_file_holds_settings_of_any_type_of_text(tiny_backbone: Path, tmp_
     assert Index.open(tmp_path / "own").run.encoder.backbone == str(tiny_backbone)
 
 
+def test_a_command_that_searches_once_has_no_deadline(index: Index, capsys):
+    run_file = Path(index.run.store.path) / "run.yaml"
+    run_file.write_text(run_file.read_text() + "serve: {timeout_ms: 1}\n")
+    with pytest.raises(SystemExit) as end:
+        main(["search", str(run_file), "Who built tower 3?", "--json"])
+    assert not end.value.code and json.loads(capsys.readouterr().out)["results"][0]
+
+
 def test_a_uuid_is_an_id_wherever_ids_are_taken(index: Index):
     name = UUID(int=7)
     assert [record.passage.id for record in passage_records([(name, "A text.")])] == [str(name)]

@@ -92,6 +92,15 @@ def test_the_rankings_of_an_index_have_the_figures_of_the_index(
         assert (report.configured_system, report.ranking) == ("other", str(path))
 
 
+def test_a_question_that_is_a_hit_of_itself_makes_no_ranking_deeper(run_of, store: Path, tmp_path: Path) -> None:
+    names = sorted({name for own in gold_of(store, "dev").values() for name in own})[1:10]
+    questions, corpus = gold_of(store, "graded-with-own"), corpus_of(store)
+    scores = {q: dict.fromkeys([*corpus.get([q]), *names], 1) for q in questions}
+    assert max(map(len, scores.values())) == 10
+    report = evaluate_ranking(run_of("graded-with-own"), str(write_run(tmp_path / "own.trec", scores)))
+    assert report.rows and not any(row.metric.endswith("10") for row in report.rows)
+
+
 def test_another_systems_run_has_the_figures_of_trec_eval(run_of, store: Path, tmp_path: Path, caplog) -> None:
     """Its scores have ties, and it lacks a question, which counts as a miss."""
     gold, rng = gold_of(store, "graded"), np.random.default_rng(7)

@@ -55,6 +55,17 @@ def test_the_store_around_a_run_file_is_its_store_also_after_a_copy_and_before_o
     assert load_run_at(address, ["store.path=other"]).store.path == "other"
 
 
+def test_the_base_of_a_run_file_in_a_bucket_is_never_an_earlier_copy(root: str) -> None:
+    store = Store(root)
+    store.write_bytes("common.yaml", b"index: {kind: hnsw}")
+    store.write_bytes("own.yaml", b"base: common.yaml")
+    assert load_run_at(within(root, "common.yaml")).index.kind == "hnsw"
+    store.local_path("common.yaml")
+    with pytest.raises(ConfigError) as error:
+        load_run_at(within(root, "own.yaml"))
+    assert str(error.value).startswith(f"{store.where('own.yaml')}: base: {store.where('common.yaml')} does not exist")
+
+
 def test_a_run_file_that_is_missing_or_wrong_is_named_by_its_address_without_keys(root: str) -> None:
     name = Store(root).where("runs/wiki.yaml")
     assert "@" not in name and name.startswith("s3://") and name.endswith("/runs/wiki.yaml")

@@ -81,6 +81,16 @@ def test_of_a_parent_with_files_of_others_only_what_dead_owners_left_is_deleted(
         assert len(own.name) == 12 and alive.stat().st_mode & 0o777 == 0o700
 
 
+def test_folders_of_a_prefix_that_dead_owners_left_behind_a_link_are_deleted(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with scratch_folder(tmp_path / "link", "mvr-") as alive:
+        (dead := tmp_path / "disk" / "mvr-dead").mkdir()
+        (tmp_path / "disk" / f"mvr-dead{LEASE}").write_text(alive.with_name(alive.name + LEASE).read_text())
+        with scratch_folder(tmp_path / "link", "mvr-"):
+            assert alive.exists() and not dead.exists()
+
+
 @pytest.mark.parametrize("link", ["mvr_ray-scratch-{uid}", "store/.scratch", ".out.json.unfinished"])
 def test_through_a_link_that_another_user_made_nothing_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
