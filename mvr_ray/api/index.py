@@ -715,7 +715,9 @@ def _progress_callback(progress: Progress | bool | None) -> Iterator[Progress]:
     """Return a callback as it is; for True one that shows progress on stderr, for False none. None is True on a
     terminal and in IPython."""
     if progress is None:
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        is_terminal = False
+        with suppress(AttributeError, ValueError):  # stderr is None, an object without isatty, or closed
+            is_terminal = sys.stderr.isatty()
         progress = is_terminal or hasattr(builtins, "__IPYTHON__")
     if not isinstance(progress, bool):
         yield progress

@@ -1383,6 +1383,11 @@ def test_progress_is_shown_by_default_on_a_terminal_and_in_ipython(index: Index,
         patch.setattr(sys, "stderr", terminal)
         index.delete("p2")
     assert "build shards" in terminal.getvalue()
+    terminal.close()
+    for number, stderr in enumerate([None, object(), terminal], 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            assert index.delete(f"p{number}").version == number + 1
 
 
 def test_the_rows_of_hits_are_a_flat_frame_and_no_field_replaces_a_column(index: Index):
