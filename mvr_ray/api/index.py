@@ -444,7 +444,7 @@ class Index:
         *,
         dev: Any = None,
         loss: str | Callable[..., Any] | None = None,
-        progress: Progress | bool = False,
+        progress: Progress | bool | None = None,
         **settings: Any,
     ) -> "TrainedModel":
         """Train an encoder on questions with positive ids, or without any on sentences of the passages, and store it as
@@ -550,7 +550,7 @@ class Index:
         *,
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
-        progress: Progress | bool = False,
+        progress: Progress | bool | None = None,
     ) -> "list[RankedQuestion]":
         """Rank passages of the live version for many questions, for metrics of your own: each question with its best
         `k` passages (`id`, `title`, `text`, `score`, `has_answer`, `view`, `snippet`).

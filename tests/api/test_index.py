@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import pickle
@@ -1370,6 +1371,12 @@ def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsy
     calls: list[tuple[str, int, int]] = []
     index.delete("p1", progress=lambda *call: calls.append(call))
     assert ("build shards", 3, 3) in calls and capsys.readouterr().err == ""
+
+
+def test_every_method_with_progress_shows_it_by_default():
+    methods = [getattr(Index, name) for name in dir(Index) if not name.startswith("_")]
+    parameters = [inspect.signature(method).parameters for method in methods if callable(method)]
+    assert {own["progress"].default for own in parameters if "progress" in own} == {None}
 
 
 def test_progress_is_shown_by_default_on_a_terminal_and_in_ipython(index: Index, monkeypatch, capsys):
