@@ -383,7 +383,7 @@ class Index:
 
     def delete(
         self,
-        ids: PassageId | Iterable[PassageId] = (),
+        ids: PassageId | Iterable[PassageId] | None = None,
         *,
         filter: Mapping[str, Any] | None = None,
         progress: Progress | bool | None = None,
@@ -394,9 +394,11 @@ class Index:
             index.delete(filter={"year": {"lt": 1958}})
 
         A filter applies to the newest passages of all writers; of a text that `chunk_words` cut, all chunks go if one
-        passes. Raises as `upsert` does, and ConfigError for a filter that does not fit.
+        passes. Raises as `upsert` does, and ConfigError without ids and filter, or for a filter that does not fit.
         """
-        records: list[ChangeRecord] = list(rows.deletion_records(ids))
+        if ids is None and filter is None:
+            raise ConfigError("delete: neither ids nor a filter are given; give one of them")
+        records: list[ChangeRecord] = list(rows.deletion_records(() if ids is None else ids))
         if filter is not None:
             _fitting_filter(filter, self._live_corpus())
             records.append(FilteredDeletion(filter))

@@ -713,7 +713,8 @@ WRONG_ARGUMENTS = {
     "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
     "no k": (lambda index: index.evaluate(["who?"], k=[]), r"evaluate\.k: \[\] is not a list of at least 1"),
     "ids": (lambda index: index.passages(2.5), "float holds no rows"),
-    "ids to delete": (lambda index: index.delete(None), "NoneType holds no rows"),
+    "ids to delete": (lambda index: index.delete(2.5), "float holds no rows"),
+    "nothing to delete": (lambda index: index.delete(), "delete: neither ids nor a filter are given"),
     "judgements": (lambda index: index.add_feedback(5), "int holds no rows"),
     "questions to embed": (lambda index: index.encoder.embed_queries(5), "int holds no rows"),
 }
