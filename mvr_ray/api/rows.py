@@ -37,6 +37,8 @@ ID_NAMES = ("doc_id", "docid", "document_id", "passage_id", "pid", "uid", "uuid"
 log = logging.getLogger(__name__)
 _SCHEME = re.compile(r"hf:|\w+://")
 """Of sources that are not on this machine."""
+_OF_TABLES = ("with_format", "to_batches", "to_pylist", "read_next_batch", "iter_rows", "collect_schema", "iloc")
+"""Each object of rows that `rows_of` knows, other than an iterable, has one of these."""
 
 
 def sources_of(passages: Any) -> list[Mapping[str, Any]] | None:
@@ -96,9 +98,16 @@ def passage_records(passages: Any) -> Iterator[Record]:
 
 def upsert_records(passages: Any) -> Iterator[Record | FieldsRecord]:
     """Yield a record of each passage as `passage_records` does, or of new values of its fields (`set`); a bad row for
-    one without an id, too."""
+    one without an id, too, and for a null that a table may have put in place of a field that the row did not name."""
+    is_table = any(hasattr(passages, name) for name in _OF_TABLES)
     for number, row in enumerate(rows_of(passages)):
         if isinstance(row, Mapping) and sets_fields(row):
+            if is_table and None in row["set"].values():
+                reason = (
+                    "set has nulls, as a table also has for fields that only other rows set; give a list of mappings"
+                )
+                yield BadRow(f"item {number}", reason)
+                continue
             yield fields_of(_plain_values({**row, "set": _plain_values(row["set"])}), f"item {number}")
         else:
             yield _passage_record(row, f"item {number}", {})

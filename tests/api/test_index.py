@@ -1351,6 +1351,26 @@ def test_fields_are_set_without_the_text_and_nothing_is_encoded(index: Index):
         index.upsert([{"id": "p1", "set": {"yaer": 1}}])
 
 
+def test_a_null_of_a_table_sets_no_field(index: Index):
+    changes = [{"id": "p1", "set": {"year": 7}}, {"id": "p2", "set": {"opened": date(2001, 2, 3)}}]
+    before, table = index.passages(["p1", "p2"]), pa.Table.from_pylist(changes)
+    for rows in (
+        table,
+        table.to_reader(),
+        polars.from_arrow(table),
+        datasets.Dataset(table),
+        pandas.DataFrame(table.to_pylist()),
+    ):
+        with pytest.raises(DataError, match=r"item 0: set has nulls, .*; give a list of mappings"):
+            index.upsert(rows)
+    assert index.passages(["p1", "p2"]) == before
+    index.upsert(pa.Table.from_pylist(changes[:1]))
+    index.upsert(changes[1:])
+    after = index.passages(["p1", "p2"])
+    assert after["p1"].fields == (("opened", date(1950, 1, 2)), ("year", 7))
+    assert after["p2"].fields == (("opened", date(2001, 2, 3)), ("year", 1902))
+
+
 def test_fields_are_set_in_all_chunks_of_a_text(command_store: Path, tmp_path: Path):
     source, run_file = tmp_path / "long.jsonl", tmp_path / "run.yaml"
     update_file = tmp_path / "changes.jsonl"
