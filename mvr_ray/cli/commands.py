@@ -677,7 +677,8 @@ def passages(
     with Reporter() as progress:
         num_passages = write_jsonl(file, corpus.scan(own), progress, 0 if own else corpus.num_passages)
     settings = {"sources": [str(file)]} | ({"fields": corpus.fields} if corpus.fields else {})
-    settings |= {"chunk_words": 0} if run.prepare.chunk_words else {}
+    others = {"chunk_words": 0, "max_passages": 0, "splits": []}  # the file has chunks, all passages, and no questions
+    settings |= {name: value for name, value in others.items() if getattr(run.prepare, name)}
     if as_json:
         print_json({"passages": num_passages, "version": live.version, "prepare": settings})
         return

@@ -1253,7 +1253,9 @@ def test_the_lines_of_an_index_are_prepared_and_indexed_as_the_same_passages(ind
     index.upsert([{"id": "new", "text": "A \u2028 \r new \0 tower.", "year": 7, "opened": date(1, 1, 1)}])
     index.delete("p3")
     run, output = tmp_path / "run.yaml", tmp_path / "own.jsonl"
-    run.write_text(json.dumps(index.run.model_dump(mode="json", exclude_unset=True)))
+    sections = index.run.model_dump(mode="json", exclude_unset=True)
+    sections["prepare"] |= {"splits": [{"source": "dev"}], "max_passages": 20}
+    run.write_text(json.dumps(sections))
     assert command("passages", str(run), f"output={output}").startswith(f"written: {output}, 24 passages of version 3")
     words = ["passages", str(run), f"output={output}", "--json"]
     assert json.loads(command(*words, "--version", "1", "--filter", '{"year": {"lt": 1904}}'))["passages"] == 4
