@@ -400,6 +400,12 @@ class Corpus:
             self.open_parts(shard_of(name, self.num_shards) for name in names)
         return {name: passage for name in names if (passage := self._passage(name))}
 
+    def existing_ids(self, ids: Iterable[str]) -> set[str]:
+        """Return those of these ids that the corpus holds, without reading a text."""
+        by_shard = ids_by_shard(ids, self.num_shards)
+        self.open_parts(by_shard)
+        return {name for shard, names in by_shard.items() for name in names if self.part(shard).row(name) >= 0}
+
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, as `scan` does."""
         return self.scan()

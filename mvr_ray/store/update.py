@@ -262,9 +262,9 @@ def apply_changes(
     `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
     another update or `prepare` was faster, or a roll back in `index` replaced the parent meanwhile.
     """
-    before = parent.get(changes.ids())
+    before = parent.get(changes.upserts)
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
-    deletions = changes.deletions & set(before)
+    deletions = parent.existing_ids(changes.deletions)
     by_shard = {
         shard: Changes({name: upserts[name] for name in names if name in upserts}, deletions.intersection(names))
         for shard, names in ids_by_shard((*upserts, *deletions), parent.num_shards).items()

@@ -25,7 +25,7 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import gc, manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.records import DeletionRecord, PassageRecord
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
@@ -55,6 +55,13 @@ def make_corpus(store: Store, write: Write, texts: dict[str, str], num_shards: i
 
 def num_deltas(corpus: Corpus) -> int:
     return sum(bool(part.changes) for part in corpus.info.parts)
+
+
+def test_a_deletion_reads_no_text(store: Store, write: Write, monkeypatch):
+    make_corpus(store, write, dict.fromkeys(NAMES, "first"))
+    monkeypatch.delattr("mvr_ray.store.parts.passages_of")
+    report = update_by_records(CONFIG, store, [DeletionRecord("p7", "row 0"), DeletionRecord("unknown", "row 1")])
+    assert (report.deleted, report.absent, report.passages) == (1, 1, 59)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
