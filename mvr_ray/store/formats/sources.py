@@ -265,13 +265,12 @@ def _detect_format(file: Path, source: SourceConfig, has_names: bool = False) ->
 
 def _detect_tsv(file: Path) -> str:
     """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, with question or the names
-    of a training row is that of a table; more columns of which the first holds words, and no id, are triples."""
+    of a training row is that of a table; triples are named so, and their first column is no id, since it has blanks."""
     columns = first_cells(file)
     is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
     if (is_table or is_training_row(dict.fromkeys(columns).keys())) and columns[:3] != ["id", "text", "title"]:
         return "tsv"
-    plain_cells = first_cells(file, is_quoted=False)
-    if len(plain_cells) > 2 and " " in plain_cells[0]:
+    if "triples" in file.name.lower() and " " in "".join(columns[:1]):
         return "triples"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 

@@ -88,12 +88,11 @@ def tsv_rows(path: Path, num_columns: int | None, is_quoted: bool = True) -> Ite
     yield from _separated_rows(path, "\t", num_columns, is_quoted)
 
 
-def first_cells(path: Path, is_quoted: bool = True) -> list[str]:
-    """Return the cells of the first line of a tab-separated file, without their quotes if it is quoted."""
+def first_cells(path: Path) -> list[str]:
+    """Return the cells of the first line of a tab-separated file, without their quotes."""
     csv.field_size_limit(sys.maxsize)
-    quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with open_text(path) as file:
-        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t", quoting=quoting), [])]
+        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t"), [])]
 
 
 def csv_header(path: Path, delimiter: str = ",") -> list[str]:

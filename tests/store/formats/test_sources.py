@@ -343,6 +343,14 @@ def test_triples_of_ms_marco_have_no_header_and_no_quotes(write: Write):
     assert (second.text, second.hard_negative_ids) == ("what is high", ())
 
 
+def test_cells_of_several_words_are_triples_in_a_file_that_says_so_alone(write: Write):
+    """Passages may have such ids: titles, names of products."""
+    city = "New York\tA city.\tNew York\n"
+    assert passages(read(write("cities.tsv", city))) == [Passage("New York", "New York", "A city.")]
+    assert len(questions(read(write("Triples.tsv.gz", gzip.compress(city.encode()))))) == 1
+    assert format_of(SourceConfig(path=str(write("qidpidtriples.tsv", "1\t2\t3\n")))) == "dpr_tsv"
+
+
 def test_training_rows_of_tevatron_keep_their_ids(write: Write):
     row = {"query_id": "7", "query": "Who?", "answers": ["me"], "positive_passages": [{"docid": "d1", "text": "I."}]}
     row |= {"negative_passages": [{"docid": "d2", "title": "T", "text": "You."}, {"docid": "d3", "text": "We."}]}
