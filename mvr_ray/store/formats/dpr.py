@@ -16,9 +16,7 @@ from mvr_ray.store.formats.records import (
     question_record,
 )
 from mvr_ray.store.formats.text_files import Row, csv_header, json_lines, open_text, tsv_rows
-from mvr_ray.store.formats.training_rows import is_training_row, training_records
-
-CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+from mvr_ray.store.formats.training_rows import CONTEXTS, is_training_row, training_records
 
 
 def read_dpr_tsv(path: Path) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from typing import Any
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.files import address_name, local_copy
-from mvr_ray.store.formats.dpr import CONTEXTS, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
+from mvr_ray.store.formats.dpr import read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, dataset_rows
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
@@ -38,7 +38,7 @@ from mvr_ray.store.formats.rows import (
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, leaves_folder, read_text_file, text_files
-from mvr_ray.store.formats.training_rows import is_training_row, read_triples
+from mvr_ray.store.formats.training_rows import CONTEXTS, is_training_row, read_triples
 from mvr_ray.types import Question
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,11 @@ from mvr_ray.store.formats.records import (
 )
 from mvr_ray.store.formats.text_files import tsv_rows
 
+CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+"""Names in DPR's training rows of the positive passages, the hard negatives, and the negatives in place of these."""
 QUESTIONS = ("question", "query", "anchor")
-POSITIVES = ("positive_ctxs", "positive_passages", "positive", "pos")
-NEGATIVES = ("hard_negative_ctxs", "negative_passages", "negative", "neg")
+POSITIVES = (CONTEXTS[0], "positive_passages", "positive", "pos")
+NEGATIVES = (CONTEXTS[1], "negative_passages", "negative", "neg")
 """Names in training rows of a question, its positive passages and its hard negatives; so is `negative_1`, and so on."""
 NOT_TRAINING = ("text", "contents", "positive_ids")
 """Names that a training row does not have: it would be a passage, or a question that names its passages."""
@@ -49,7 +51,7 @@ def training_records(row: Mapping[str, Any], number: int, path: Path, where: str
     more_negatives = (name for name in row if re.fullmatch(r"negative_\d+", name))
     ids: list[list[Any]] = []
     records: list[Record] = []
-    for names in (POSITIVES, (*NEGATIVES, *more_negatives), ("negative_ctxs",)):
+    for names in (POSITIVES, (*NEGATIVES, *more_negatives), CONTEXTS[2:]):
         try:
             contexts = [context for name in names for context in _contexts(row, name)]
         except ValueError as error:
