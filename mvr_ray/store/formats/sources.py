@@ -171,6 +171,9 @@ def read_question_file(path: str | Path) -> list[Question]:
     else:
         records = list(read_source(SourceConfig(path=str(path), passages=False, questions="file")))
     bad = [record for record in records if isinstance(record, BadRow)]
+    if dropped_rows := [record for record in records if isinstance(record, DroppedRow)]:
+        rows = count_noun(len(dropped_rows), "row")
+        log.warning("%s left out of the questions, first: %s (%s)", rows, dropped_rows[0].where, dropped_rows[0].reason)
     questions: list[Question] = []
     place_of: dict[str, str] = {}
     for record in records:

@@ -47,7 +47,8 @@ def is_training_row(names: KeysView[str]) -> bool:
 
 
 def training_records(row: Mapping[str, Any], number: int, path: Path, where: str) -> Iterator[Record]:
-    """Yield the passages of a training row, then its question; a bad row, or a dropped one without a positive."""
+    """Yield the passages of a training row, then its question; a bad row, or a dropped one without a positive: of
+    DPR's always, of others without answers."""
     more_negatives = (name for name in row if re.fullmatch(r"negative_\d+", name))
     ids: list[list[Any]] = []
     records: list[Record] = []
@@ -64,7 +65,8 @@ def training_records(row: Mapping[str, Any], number: int, path: Path, where: str
         ]
     yield from records
     positive_ids, hard_negative_ids, other_negative_ids = ids
-    if not positive_ids:
+    answers = row.get("answers") or row.get("answer")
+    if not positive_ids and (not answers or row.keys() & {*CONTEXTS}):
         yield DroppedRow(where, "training row without a positive passage")
         return
     own_id = _first(row, ("id", "query_id"))
@@ -72,7 +74,7 @@ def training_records(row: Mapping[str, Any], number: int, path: Path, where: str
         question_id(path, number) if own_id is None else own_id,
         plain_apostrophes(_first(row, QUESTIONS)),
         where,
-        answers=row.get("answers") or row.get("answer"),
+        answers=answers,
         positive_ids=positive_ids,
         hard_negative_ids=hard_negative_ids or other_negative_ids,
     )

@@ -379,6 +379,16 @@ def test_training_rows_that_cannot_be_used_are_named(write: Write):
     ]
 
 
+def test_answers_make_a_question_of_a_row_without_positives_and_others_are_counted(write: Write, caplog):
+    rows = [{"question": "Who?", "answers": ["me"], "positive": None}, {"question": "Why?", "positive": None}]
+    own = read_question_file(write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert own == [Question("rows-0", "Who?", ("me",))]
+    [message] = caplog.messages
+    assert message.startswith("1 row left out of the questions, first: ") and message.endswith(
+        "rows.jsonl:2 (training row without a positive passage)"
+    )
+
+
 def test_a_row_with_a_text_or_ids_of_passages_is_no_training_row(write: Write):
     rows = [
         {"id": "p", "text": "A text.", "question": None, "positive": "x", "query": "y"},
