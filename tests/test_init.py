@@ -195,6 +195,21 @@ def test_training_triples_give_passages_and_questions_with_negatives(initialize,
     assert [(q.text, *(text_of[i] for i in (*q.positive_ids, *q.hard_negative_ids))) for q in questions] == triples
 
 
+@pytest.mark.parametrize("no_labels", ["train", "test"])
+def test_questions_without_labels_neither_teach_nor_measure_beside_others(
+    initialize, tmp_path: Path, no_labels: str
+) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    for name in ("train", "test"):
+        question = {"question": f"Which river of {name} is long?", "positive_ids": ["a"] * (name != no_labels)}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(question) + "\n")
+    run, _, report = initialize("passages.jsonl", "train.jsonl", "test.jsonl")
+    [own] = {"train", "test"} - {no_labels}
+    assert (run.refine.questions, run.refine.gate, run.refine.labels) == (f"{own}_known", [f"{own}_gate"], "gold")
+    assert run.evaluate.questions == [f"{own}_known", f"{own}_unseen"]
+    assert report.questions[no_labels] == 1
+
+
 def test_ids_of_hard_negatives_have_common_names_too(initialize, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n2,The Alps are high.\n")
     row = {

@@ -344,7 +344,8 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
         fields = f"  fields:                            # for filters; take out what no search filters by\n{fields}"
     splits = training = questions = ""
     if set_names:
-        uses = _question_uses([*set_names.values()])
+        labelled_sets = [own for at, own in set_names.items() if samples[at].has_answers or samples[at].has_positives]
+        uses = _question_uses(labelled_sets or [*set_names.values()])
         sample_of = {own: samples[at] for at, own in set_names.items()}
         sample = sample_of[uses.split_set or uses.learning]
         if uses.split_set:
