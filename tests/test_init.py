@@ -210,6 +210,24 @@ def test_questions_without_labels_neither_teach_nor_measure_beside_others(
     assert report.questions[no_labels] == 1
 
 
+def test_training_texts_without_ids_are_refused_beside_other_passages(initialize, tmp_path: Path, capsys) -> None:
+    """Each would be in the corpus twice, and gold under the id that no other source has."""
+    (tmp_path / "p.csv").write_text("id,text\np7,The Nile is long.\n")
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"query": f"{name}?", "pos": ["The Nile is long."]}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["init", "p.csv", "train.jsonl"])
+    message = "init: train.jsonl holds texts without ids, which would be passages beside those of p.csv"
+    assert message in capsys.readouterr().err
+    run, _, report = initialize("train.jsonl", "dev.jsonl")
+    assert report.passages_written == 1
+    [passage] = Corpus.open(Store(run.store.path), run.prepare.corpus)
+    (tmp_path / "stored.csv").write_text(f"id,text\n{passage.id},{passage.text}\n")
+    assert initialize("stored.csv", "train.jsonl")[2].passages_written == 1
+    (tmp_path / "stored.yaml").unlink()
+    assert initialize("stored.csv", "p.csv")[2].passages_written == 2
+
+
 def test_ids_of_hard_negatives_have_common_names_too(initialize, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n2,The Alps are high.\n")
     row = {

@@ -109,6 +109,14 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     if not any(sample.passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
+    without_ids = [one for one in samples if any(record.passage.id.startswith("ctx-") for record in one.passages)]
+    others = [one.path for one in samples if one.passages and one not in without_ids]
+    training = [one.path for one in without_ids if one.has_questions]
+    if training and others:
+        raise DataError(
+            f"init: {training[0]} holds texts without ids, which would be passages beside those of {others[0]}; train "
+            f"on a run file of its own, mvr-ray init {training[0]}, and index the others with its encoder"
+        )
     name = _file_name(output) if output else _name(paths[0])
     file = output or Path(f"{name}.yaml")
     if file.exists():
