@@ -449,8 +449,8 @@ class Index:
         progress: Progress | bool | None = None,
         **settings: Any,
     ) -> "TrainedModel":
-        """Train an encoder on questions with positive ids, or without any on sentences of the passages, and store it as
-        the newest of its name. `Index.build` over the same passages then indexes them with it.
+        """Train an encoder on questions with positive ids, or without any on sentences of the live version's passages,
+        and store it as the newest of its name. `Index.build` over the same passages then indexes them with it.
 
             index.train(questions, dev=dev_questions, epochs=3, lr=2e-5)
             index.train("train", hard_negatives="train_mined", loss=my_loss)
@@ -471,10 +471,11 @@ class Index:
         if isinstance(loss, str):
             own["loss"] = loss
         workers = {} if "train_workers" in self.run.resources.model_fields_set else {"train_workers": 0}
-        run = self._with(train=own, resources=workers, prepare={"corpus": self._newest().corpus})
+        live = self._newest()
+        run = self._with(train=own, resources=workers, prepare={"corpus": live.corpus})
         check_train(run.train)
         with _progress_callback(progress) as callback:
-            return train(run, callback, None if isinstance(loss, str) else loss)
+            return train(run, callback, None if isinstance(loss, str) else loss, live.corpus_digest)
 
     def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.

@@ -76,16 +76,22 @@ class TrainedModel(NamedTuple):
     metrics_file: str
 
 
-def train(run: RunConfig, progress: Progress = no_progress, loss: Callable[..., Any] | None = None) -> TrainedModel:
+def train(
+    run: RunConfig,
+    progress: Progress = no_progress,
+    loss: Callable[..., Any] | None = None,
+    corpus_digest: str | None = None,
+) -> TrainedModel:
     """Train by the `train` section and record the model as the newest of its name. `loss` replaces that of a retriever
-    (`train.loss`): a function of the signature of `losses.mvr_loss`, which returns the same or one tensor.
+    (`train.loss`): a function of the signature of `losses.mvr_loss`, which returns the same or one tensor. The corpus
+    is the last one, or that of a digest.
 
     Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError
     when the workers cannot be placed or keep dying.
     """
     loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
     with torch_threads(run.resources.threads):
-        corpus = Corpus.open(store, run.prepare.corpus)
+        corpus = Corpus.open(store, run.prepare.corpus, corpus_digest)
         if run.train.questions is None and (names := question_sets(corpus)):
             log.warning(
                 "training learns from sentences of the passages alone, since train.questions is not set; question sets "

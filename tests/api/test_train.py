@@ -54,6 +54,17 @@ def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(in
     assert again.fingerprint == other.fingerprint and not steps
 
 
+def test_a_training_reads_the_passages_of_the_live_version_after_a_roll_back(index: Index):
+    steps: list[int] = []
+    train = functools.partial(index.train, "towers", progress=lambda what, count, total: steps.append(count), **STEPS)
+    before, live = train(), index.versions()[-1].version
+    index.upsert([("p0", "A bridge.")])
+    assert train().fingerprint != before.fingerprint
+    index.rollback(live)
+    steps.clear()
+    assert train().fingerprint == before.fingerprint and not steps
+
+
 def test_a_loss_without_a_source_and_one_for_another_task_are_refused(index: Index):
     with pytest.raises(ConfigError, match=r"the source of the loss .* cannot be read"):
         index.train("towers", loss=functools.partial(own_mvr_loss), **STEPS)
