@@ -196,7 +196,7 @@ def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtyp
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device).train()
     tokens = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
     queries = [" ".join(text.split()[:14]) for text in texts[:questions]]
-    share = RankInputs(queries, tokens, torch.ones(len(tokens), dtype=torch.bool, device=device))
+    share = RankInputs(queries, tokens, torch.ones(len(tokens), dtype=torch.bool, device=device), len(tokens))
     positive_Q = torch.arange(questions, device=device)
     optimizer = torch.optim.AdamW(encoder.parameters(), 2e-5, fused=device.startswith("cuda"))
 

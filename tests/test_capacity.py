@@ -286,7 +286,7 @@ def test_the_tensors_of_a_training_step_fit_in_what_is_planned(settings, tiny_ba
     encoder.set_dropout(0.1)
     encoder.set_gradient_checkpointing("gradient_checkpointing" in settings)
     passages = encoder.tokenize_passages([Passage(str(number), "", "The river rises. " * 60) for number in range(32)])
-    share = RankInputs(["Where does it rise? " * 60] * 16, passages, torch.ones(32, dtype=torch.bool))
+    share = RankInputs(["Where does it rise? " * 60] * 16, passages, torch.ones(32, dtype=torch.bool), 32)
     for parameter in encoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

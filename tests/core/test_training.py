@@ -18,7 +18,14 @@ from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.core.learning import training
 from mvr_ray.core.learning.batches import rank_share
-from mvr_ray.core.learning.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss
+from mvr_ray.core.learning.losses import (
+    LossTerms,
+    camvr_loss,
+    distillation_loss,
+    dpr_loss,
+    mvr_loss,
+    pairwise_scores,
+)
 from mvr_ray.core.learning.training import (
     PassSettings,
     RankInputs,
@@ -38,7 +45,7 @@ TEXT = [
 
 QUESTIONS, PASSAGES, VIEWS, DIM = 8, 11, 3, 4
 PAIRS = [(one, two) for one in TEXT for two in TEXT] + [(TEXT[0], ""), ("", TEXT[1])]
-LOSSES = ("dpr", "mvr", "camvr", "half by the best view", "taught", "distil")
+LOSSES = ("dpr", "mvr", "camvr", "half by the best view", "own", "taught", "distil")
 
 
 class ToyViews(NamedTuple):
@@ -67,6 +74,13 @@ class ToyEncoder(nn.Module):
         return ToyViews(self.dropout(torch.tanh(self.passage(rows))).unflatten(1, (VIEWS, DIM)), mask)
 
 
+def own_loss(queries_QD, views_PVD, mask_PV, positive_Q, **settings) -> LossTerms:
+    """A loss of a user, which knows nothing of padding: the mean distance of all scores from their positives'."""
+    scores_QP = pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
+    total = (scores_QP - scores_QP.gather(1, positive_Q[:, None])).abs().mean()
+    return LossTerms(total, total.detach(), torch.zeros_like(total))
+
+
 def joined_loss(name: str):
     rng = np.random.default_rng(7)
     positive_Q = torch.tensor(rng.integers(0, PASSAGES, QUESTIONS))
@@ -80,12 +94,11 @@ def joined_loss(name: str):
         "mvr": mvr_loss,
         "camvr": camvr_loss,
         "half by the best view": partial(camvr_loss, answer_share=0.5),
+        "own": own_loss,
         "taught": mvr_loss,
     }[name]
 
     def of(queries_QD, views_PVD, mask_PV):
-        padded_known_QP = torch.zeros(QUESTIONS, len(views_PVD), dtype=torch.bool)
-        padded_known_QP[:, :PASSAGES] = known_QP
         terms = loss(
             queries_QD,
             views_PVD,
@@ -95,14 +108,12 @@ def joined_loss(name: str):
             scale=2.0,
             local_weight=0.3,
             answer_QV=answer_QV,
-            known_QP=padded_known_QP,
+            known_QP=known_QP,
         )
         if name != "taught":
             return terms
-        padded_teacher_QP = torch.full(padded_known_QP.shape, torch.nan, dtype=torch.float64)
-        padded_teacher_QP[:, :PASSAGES] = teacher_QP
         return terms._replace(
-            total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, padded_teacher_QP, scale=2.0)
+            total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=2.0)
         )
 
     return of
@@ -110,7 +121,7 @@ def joined_loss(name: str):
 
 def share_of(rank: int, world: int) -> RankInputs:
     part = rank_share(QUESTIONS, PASSAGES, rank, world)
-    return RankInputs([str(q) for q in part.questions], part.passages, torch.tensor(part.real_P))
+    return RankInputs([str(q) for q in part.questions], part.passages, torch.tensor(part.real_P), PASSAGES)
 
 
 def gradients(encoder: nn.Module) -> dict[str, Tensor]:
@@ -162,9 +173,7 @@ def _distil(encoder, share: RankInputs, rank: int, world: int, chunk: int) -> Te
     passages_PD = torch.tensor(rng.normal(size=(PASSAGES, DIM)))
     part = rank_share(QUESTIONS, PASSAGES, rank, world)
     settings = PassSettings(chunk=chunk)
-    return distil_gradients(
-        encoder, share, questions_QD[list(part.questions)], passages_PD[part.passages], PASSAGES, settings
-    )
+    return distil_gradients(encoder, share, questions_QD[list(part.questions)], passages_PD[part.passages], settings)
 
 
 def _distil_reference(encoder: ToyEncoder) -> Tensor:

@@ -123,7 +123,7 @@ def _gradient(encoder: DualEncoder, precision: torch.dtype, word: str) -> torch.
     """float64 [N]."""
     encoder.zero_grad()
     passages = encoder.tokenize_passages([Passage(str(at), "", f"{word} {text}") for at, text in enumerate(TEXTS)])
-    share = RankInputs(QUESTIONS, passages, torch.ones(3, dtype=torch.bool))
+    share = RankInputs(QUESTIONS, passages, torch.ones(3, dtype=torch.bool), 3)
 
     def loss(queries_QD, views_PVD, mask_PV):
         return dpr_loss(queries_QD, views_PVD, mask_PV, torch.arange(3), scale=20.0)

@@ -10,7 +10,7 @@ With f_v = scale x <q, p_v> for each view that the passage has, and f = max_v f_
     CAMVR  (CAMVR 13)    global alone, and f(q,p+) = f_a, a the view of the snippet that holds the answer
 
 Every term is a mean over the questions. All passages of the batch except the question's positives, known ones included,
-are negatives. A row of `mask_PV` without a view is padding: its passage is ignored.
+are negatives. A passage without a view (a row of `mask_PV`) is ignored.
 
 Shapes: Q questions, P passages, V views per passage, D dimension.
 """

@@ -38,11 +38,13 @@ _QUESTIONS, _PASSAGES = 0, 1
 
 
 class RankInputs(NamedTuple):
-    """The inputs of this rank in a step. `real_P` is false for padding; all ranks have equally many passages."""
+    """The inputs of this rank in a step. All ranks have equally many passages, of which `real_P` is false for padding;
+    `num_passages` counts those of the joined batch."""
 
     texts: Sequence[str]
     passages: Sequence[Any]
     real_P: Tensor
+    num_passages: int
 
 
 class PassSettings(NamedTuple):
@@ -123,10 +125,11 @@ def loss_and_gradients(
         queries_QD = torch.cat([encode() for encode in _passes(encoder, _QUESTIONS, share, settings)])
         passes = [encode() for encode in _passes(encoder, _PASSAGES, share, settings)]
         views_PVD = torch.cat([views.views_PVD for views in passes])
-        mask_PV = torch.cat([views.mask_PV for views in passes]) & share.real_P[:, None]
+        mask_PV = torch.cat([views.mask_PV for views in passes])
     if with_cache:
         queries_QD, views_PVD = queries_QD.requires_grad_(), views_PVD.requires_grad_()
-    all_QD, all_PVD, all_PV = gather(queries_QD), gather(views_PVD), gather(mask_PV)
+    num = share.num_passages  # padding is at the end: no loss sees it
+    all_QD, all_PVD, all_PV = gather(queries_QD), gather(views_PVD)[:num], gather(mask_PV)[:num]
     terms = loss(all_QD, all_PVD, all_PV)
     (terms.total * scale).backward()
     if with_cache:
@@ -144,14 +147,13 @@ def distil_gradients(
     share: RankInputs,
     targets_QD: Tensor,
     targets_PD: Tensor,
-    num_passages: int,
     settings: PassSettings,
     scale: float = 1.0,
 ) -> Tensor:
     """Add the gradients of a warm start: 1 - cosine between the readout and the targets, questions plus passages.
 
-    A passage's readout is the mean of its views: one target for each view would make them equal. `num_passages`
-    counts those of the joined batch. Returns this rank's part of the loss; the ranks' mean is the loss.
+    A passage's readout is the mean of its views: one target for each view would make them equal. Returns this rank's
+    part of the loss; the ranks' mean is the loss.
     """
     chunk = settings.chunk or max(len(share.texts), len(share.passages))
     total = targets_QD.new_zeros(())
@@ -164,7 +166,7 @@ def distil_gradients(
         views = encode()
         mean_PD = (views.views_PVD * views.mask_PV[..., None]).sum(1)
         distance_P = (1 - F.cosine_similarity(mean_PD, target)) * real
-        loss = distance_P.sum() * world_size() / num_passages
+        loss = distance_P.sum() * world_size() / share.num_passages
         (loss * scale).backward()
         total += loss.detach()
     return total

@@ -163,7 +163,7 @@ class RetrieverLoop(StepLoop):
         self._tokens.update(zip(new, self.model.tokenize_passages(new, self.cfg.max_passage_tokens)))
         tokens = [self._tokens[passage] for passage in passages]
         real_P = torch.from_numpy(part.real_P).to(self.device)
-        return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P)
+        return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P, len(batch.passages))
 
     def _learn(self, batch: JoinedBatch) -> dict[str, float]:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
@@ -174,8 +174,6 @@ class RetrieverLoop(StepLoop):
         tau = self._temperature(self.state.step)
 
         def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> losses.LossTerms:
-            known_QP = torch.zeros(len(queries_QD), len(views_PVD), dtype=torch.bool, device=self.device)
-            known_QP[:, : batch.known_QP.shape[1]] = torch.from_numpy(batch.known_QP).to(self.device)
             terms = (own.function if own else _LOSSES[self.loss])(
                 queries_QD,
                 views_PVD,
@@ -186,14 +184,13 @@ class RetrieverLoop(StepLoop):
                 local_weight=self.cfg.local_weight,
                 answer_QV=answer_QV,
                 answer_share=self.cfg.answer_share,
-                known_QP=known_QP,
+                known_QP=torch.from_numpy(batch.known_QP).to(self.device),
             )
             if isinstance(terms, Tensor):
                 terms = losses.LossTerms(terms, terms.detach(), torch.zeros_like(terms))
             if not self.cfg.distil_weight:
                 return terms
-            teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)
-            teacher_QP[:, : batch.teacher_QP.shape[1]] = torch.from_numpy(batch.teacher_QP).to(self.device)
+            teacher_QP = torch.from_numpy(batch.teacher_QP).to(self.device)
             scale = self.model.spec.score_scale
             distillation = losses.distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
             return terms._replace(total=terms.total + self.cfg.distil_weight * distillation)
@@ -217,8 +214,7 @@ class RetrieverLoop(StepLoop):
         share = self._share(batch)
         targets_QD = self.teacher.mean_pool_queries(share.texts)
         targets_PD = self.teacher.mean_pool_passages(share.passages)
-        settings, num = self.settings, len(batch.passages)
-        loss = distil_gradients(self.model, share, targets_QD, targets_PD, num, settings, self.loss_scale)
+        loss = distil_gradients(self.model, share, targets_QD, targets_PD, self.settings, self.loss_scale)
         if world_size() > 1:
             dist.all_reduce(loss)
         return {"loss": float(loss) / world_size()}
