@@ -1,14 +1,17 @@
 """Training and ranking by `Index`: as the stages do it, with losses and metrics of one's own."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mvr_ray import Index
 from mvr_ray.core.learning import losses
 from mvr_ray.distributed.retrieve import retrieve
+from mvr_ray.distributed.training.steps import OwnLoss
 from mvr_ray.errors import ConfigError
 
 PASSAGES = [(f"p{row}", f"Tower {row} stands in city {row}. It was built in year {1900 + row}.") for row in range(12)]
@@ -54,6 +57,42 @@ def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(in
     assert again.fingerprint == other.fingerprint and not steps
 
 
+def with_margin(margin):
+    def own_loss(queries_QD, views_PVD, mask_PV, positive_Q, **others):
+        scores_QP = losses.pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
+        return (margin + scores_QP - scores_QP.gather(1, positive_Q[:, None])).square().mean()
+
+    return own_loss
+
+
+def test_an_own_loss_with_another_value_is_another_training(index: Index):
+    small, large = (index.train("towers", loss=with_margin(margin), **STEPS).fingerprint for margin in (0.1, 0.9))
+    assert small != large
+    assert index.train("towers", loss=with_margin(0.1), **STEPS).fingerprint == small
+
+
+MARGIN, OTHERS = 0.1, {"weights": [1, 2]}
+
+
+def by_globals(*tensors, **settings):
+    return sum(MARGIN * weight for weight in OTHERS["weights"])
+
+
+def test_defaults_and_variables_outside_of_a_loss_are_in_its_source_if_they_are_plain(monkeypatch: pytest.MonkeyPatch):
+    def sources() -> list[str]:
+        functions = by_globals, with_margin(MARGIN), lambda *tensors, margin=MARGIN, **settings: margin
+        return [OwnLoss.of(function).source for function in functions]
+
+    before = sources()
+    assert before == sources()
+    monkeypatch.setitem(globals(), "OTHERS", {"weights": [1, 3]})
+    assert [old == new for old, new in zip(before, sources())] == [False, True, True]
+    monkeypatch.setitem(globals(), "MARGIN", 0.9)
+    assert not {*before} & {*sources()}
+    for without in (own_mvr_loss, with_margin(torch.ones(2))):
+        assert OwnLoss.of(without).source == inspect.getsource(without)
+
+
 def test_a_training_reads_the_passages_of_the_live_version_after_a_roll_back(index: Index):
     steps: list[int] = []
     train = functools.partial(index.train, "towers", progress=lambda what, count, total: steps.append(count), **STEPS)
@@ -66,8 +105,9 @@ def test_a_training_reads_the_passages_of_the_live_version_after_a_roll_back(ind
 
 
 def test_a_loss_without_a_source_and_one_for_another_task_are_refused(index: Index):
-    with pytest.raises(ConfigError, match=r"the source of the loss .* cannot be read"):
-        index.train("towers", loss=functools.partial(own_mvr_loss), **STEPS)
+    for no_function in (functools.partial(own_mvr_loss), index.search):
+        with pytest.raises(ConfigError, match=r"is not a function whose source can be read"):
+            index.train("towers", loss=no_function, **STEPS)
     with pytest.raises(ConfigError, match=r"a loss of your own is for a retriever, and train\.task is reader"):
         index.train("towers", loss=own_mvr_loss, task="reader")
     with pytest.raises(ConfigError, match="learning_rate"):

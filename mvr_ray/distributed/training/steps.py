@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from numbers import Number
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -60,21 +62,51 @@ class TrainingJob(NamedTuple):
 
 
 class OwnLoss(NamedTuple):
-    """A user's function of the signature of `losses.mvr_loss`, and its source, which distinguishes its training."""
+    """A user's function of the signature of `losses.mvr_loss`, and its source with the plain values that it reads,
+    which distinguish its training."""
 
     function: Callable[..., LossTerms | Tensor]
     source: str
 
     @classmethod
     def of(cls, function: Callable[..., LossTerms | Tensor]) -> "OwnLoss":
-        """Read the source of a function. Raises ConfigError where it has none."""
-        try:
-            return cls(function, inspect.getsource(function))
-        except (OSError, TypeError):
-            raise ConfigError(
-                f"train: the source of the loss {function!r:.60} cannot be read, and a training is found again by it; "
-                f"define the loss by def, in a file or a cell of a notebook"
-            ) from None
+        """Read the source of a function. Raises ConfigError where it has none, and for a method, whose object may have
+        values of any kind."""
+        functions = (
+            function,
+            inspect.unwrap(function),
+        )  # of a decorated one, the source is the second's
+        if all(map(inspect.isfunction, functions)):
+            with suppress(OSError):
+                return cls(function, "".join((inspect.getsource(function), *map(_plain_values, functions))))
+        raise ConfigError(
+            f"train: {function!r:.60} is not a function whose source can be read, and a training is found again by the "
+            f"source of its loss; define the loss by def, in a file or a cell of a notebook"
+        )
+
+
+def _plain_values(function: FunctionType) -> str:
+    """Return the numbers and texts among the defaults, closed-over and global variables that a function reads; an empty
+    text for none."""
+    names = _names(function.__code__)
+    values = {name: value for name, value in function.__globals__.items() if name in names}
+    values |= inspect.getclosurevars(function).nonlocals
+    values |= {str(at): value for at, value in enumerate(function.__defaults__ or ())} | (function.__kwdefaults__ or {})
+    plain = {name: value for name, value in sorted(values.items()) if _is_plain(value)}
+    return repr(plain) if plain else ""
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function reads, also in the functions and comprehensions in it."""
+    return {*code.co_names}.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Number | str)
 
 
 def training_job(
