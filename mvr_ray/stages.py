@@ -41,9 +41,10 @@ def _mine(run: "RunConfig", progress: "Progress") -> Any:
 
 def _index(run: "RunConfig", progress: "Progress") -> Any:
     """Encode the corpus, build an index a shard, publish a version."""
+    from mvr_ray.distributed.encoders import keep_external_encoder
     from mvr_ray.distributed.indexing import build_index
 
-    return build_index.index(run, progress)
+    return build_index.index(keep_external_encoder(run), progress)
 
 
 def _refine(run: "RunConfig", progress: "Progress") -> Any:

@@ -224,6 +224,22 @@ def embeds_texts(store: Store, version: Manifest) -> bool:
     return spec.get("strategy") != EXTERNAL
 
 
+def keep_external_encoder(run: RunConfig) -> RunConfig:
+    """Return the run with the live version's encoder, if that is of another program and the run names no encoder:
+    another model would embed all passages anew."""
+    store, index = Store(run.store.path), run.index
+    if index.vectors is not None or index.encoder != "auto" or latest_fingerprint(store, ENCODERS, run.encoder.name):
+        return run
+    with suppress(MissingInputError):  # as for the first version
+        live = manifests.read(store, index.name)
+        if not embeds_texts(store, live):
+            log.info("encoder stays: index=%s name=%s (index.encoder=untrained embeds)", index.name, live.encoder_name)
+            encoder = run.encoder.model_copy(update={"name": live.encoder_name})
+            index = index.model_copy(update={"encoder": live.encoder_fingerprint})
+            return run.model_copy(update={"encoder": encoder, "index": index})
+    return run
+
+
 def external_encoder(run: RunConfig, dimension: int) -> LocalEncoder:
     """The encoder of vectors that another program made: the one that `index.encoder` names, else that of the `encoder`
     section, which is saved. Raises ConfigError where texts are embedded by the named one."""

@@ -118,6 +118,10 @@ def test_the_command_line_indexes_a_file_then_the_vectors_of_an_update(tmp_path:
         "encoder: {name: theirs, num_views: 3}\n"
     )
     changes.write_text('{"id": "p1", "text": "Another text."}\n')
+    deletion, source = tmp_path / "deletion.jsonl", tmp_path / "source"
+    deletion.write_text('{"id": "p4", "delete": true}\n')
+    source.mkdir()
+    (source / "1.jsonl").write_text('{"id": "p5", "delete": true}\n')
     vectors = {**VECTORS, "p1": unit(2, D)}
     for words in (
         ["prepare"],
@@ -125,10 +129,14 @@ def test_the_command_line_indexes_a_file_then_the_vectors_of_an_update(tmp_path:
         ["update", f"changes={changes}"],
         ["index", f"index.vectors={write(tmp_path / 'new.parquet', {'p1': vectors['p1']})}"],
         ["versions", "verify"],
+        ["update", f"changes={deletion}"],
+        ["index", "encoder.name=not-theirs"],  # as where the first command alone names it
+        ["follow", f"follow.source={source}", "encoder.name=not-theirs", "--once"],
     ):
         with pytest.raises(SystemExit) as end:
             main([words[0], str(run), *words[1:]])
         assert not end.value.code, capsys.readouterr().err
+    del vectors["p4"], vectors["p5"]
     with Index.open(tmp_path / "store") as index:
         assert index.manifest.num_views == 3
         assert_exact(index, vectors)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.job_metrics import with_metrics
+from mvr_ray.distributed.encoders import keep_external_encoder
 from mvr_ray.distributed.indexing import build_index
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.store import manifest as manifests
@@ -132,13 +133,14 @@ class Follower:
         """Publish the last corpus, with `num_passages` new ones (0: unknown). `stack` holds the Ray session."""
         corpus = Corpus.open(self.store, self.run.prepare.corpus)
         info = stack.enter_context(session.connect(self.run.resources, corpus.num_passages))
-        index = self.run.index
-        if live is not None and live.encoder_name == self.run.encoder.name:
+        run = keep_external_encoder(self.run)
+        index = run.index
+        if live is not None and live.encoder_name == run.encoder.name:
             index = index.model_copy(update={"encoder": live.encoder_fingerprint})
         resources = self.run.resources
         if num_passages:
             resources = with_encoders(resources, -(-num_passages // index.sort_window), info)
-        run = self.run.model_copy(update={"index": index, "resources": resources})
+        run = run.model_copy(update={"index": index, "resources": resources})
         version = build_index.index(run, self.progress, keep_rollback=True)
         collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s)
         self.report.version = version.version
