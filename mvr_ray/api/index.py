@@ -46,7 +46,7 @@ from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId, PassageRecord
-from mvr_ray.store.formats.view_vectors import read_vectors, write_pairs
+from mvr_ray.store.formats.view_vectors import write_pairs
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import (
@@ -154,8 +154,17 @@ class Index:
         with _progress_callback(progress) as callback, _vectors_file(store, vectors) as file:
             own_run = cls(run)._with(index={"vectors": file})
             _require_buildable(own_run)  # before the last corpus, which updates start from, is replaced
-            prepare(run.prepare, store, callback, records, run.evaluate.match)
-            manifest = _index(own_run, callback)
+            before = None
+            with suppress(MissingInputError):
+                before = parent_corpus(store, run.prepare.corpus, run.index.name)
+            report = prepare(run.prepare, store, callback, records, run.evaluate.match)
+            try:
+                manifest = _index(own_run, callback)
+            except DataError:  # vectors that do not fit the passages
+                last = Corpus.open(store, run.prepare.corpus)
+                if before and last.digest == report.digest:
+                    before.publish(after=last.number)  # from which the live version's changes go on
+                raise
         if vectors is not None:
             run = cls(run)._with(index={"encoder": manifest.encoder_fingerprint})
         own_settings = run.model_dump(mode="json", exclude_unset=True)
@@ -766,14 +775,13 @@ def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dic
 
 
 def _require_buildable(run: RunConfig) -> None:
-    """Raise what `_index` would raise of the encoder and of the index parameters."""
+    """Raise what `_index` would raise of the encoder, of the index parameters and of vectors without their passages."""
     from mvr_ray.distributed.encoders import encoder_dimension
+    from mvr_ray.distributed.indexing.external_vectors import read_external
     from mvr_ray.distributed.indexing.staging import checked_params
 
-    if file := run.index.vectors:
-        checked_params(run, read_vectors(resolve_path(file), run.index.dtype).vectors_ND.shape[1])
-    else:
-        checked_params(run, encoder_dimension(run))
+    file = run.index.vectors
+    checked_params(run, read_external(run, file).encoder.dimension if file else encoder_dimension(run))
 
 
 def _fitting_filter(value: Mapping[str, Any], corpus: Corpus) -> Filter:

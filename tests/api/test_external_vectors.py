@@ -14,6 +14,7 @@ from mvr_ray import Index
 from mvr_ray.cli import main
 from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError
 from mvr_ray.serving.schemas import to_request_error
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import FloatArray
 
 D = 16
@@ -208,6 +209,26 @@ def test_a_build_names_the_passages_without_vectors_and_publishes_nothing(tmp_pa
         Index.build(PASSAGES, vectors=vectors, path=tmp_path)
     with pytest.raises(MissingInputError):
         Index.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({}, "1 passage without vectors .*: p98"),
+        ({"p98": 2 * unit(D)}, "of another length than 1"),
+        ({"p98": unit(D), "p77": unit(D)}, "has no passage p77"),
+    ],
+)
+def test_a_build_that_vectors_do_not_fit_leaves_the_index_as_it_was(index: Index, tmp_path: Path, more, problem: str):
+    index.add_questions([("topic 1", "topic")], "dev")
+    before = Corpus.open(index._store, "corpus")
+    passages = [*PASSAGES, {"id": "p98", "text": "One more."}]
+    with pytest.raises(DataError, match=problem):
+        Index.build(passages, vectors={**VECTORS, **more}, path=tmp_path / "own", settings=SETTINGS)
+    assert Corpus.open(index._store, "corpus").info == before.info
+    vectors = {**VECTORS, "p99": unit(D)}
+    index.upsert([("p99", "A new text.")], vectors={"p99": vectors["p99"]})
+    assert_exact(index, vectors)
 
 
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):

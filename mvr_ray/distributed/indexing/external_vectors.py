@@ -7,6 +7,7 @@ as `carry_over` plans it. Stored vectors that equal the given ones stay, so only
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -85,13 +86,20 @@ def resolve_vectors(
         encoder = resolve_encoder(run, corpus)
         nothing = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, encoder.dimension)))
         return encoder, ExternalVectors(encoder, nothing) if encoder.is_external else None
-    path = resolve_path(run.index.vectors)
+    external = read_external(run, run.index.vectors)
+    for shard, ids in ids_by_shard(external.block.ids, corpus.num_shards).items():
+        if unknown := sorted(set(ids).difference(new_ids, corpus.part(shard).ids())):
+            raise DataError(
+                f"{Path(run.index.vectors).name}: corpus {corpus.name!r} has no passage "
+                f"{', '.join(unknown[:5])}; leave them out"
+            )
+    return external.encoder, external
+
+
+def read_external(run: RunConfig, vectors: str) -> ExternalVectors:
+    """Read a file of vectors. Raises DataError for vectors that do not fit the encoder."""
+    path = resolve_path(vectors)
     block = read_vectors(path, run.index.dtype)
     encoder = external_encoder(run, block.vectors_ND.shape[1])
     require_shape(path, block, encoder.dimension, encoder.num_views, encoder.similarity == "cosine")
-    for shard, ids in ids_by_shard(block.ids, corpus.num_shards).items():
-        if unknown := sorted(set(ids).difference(new_ids, corpus.part(shard).ids())):
-            raise DataError(
-                f"{path.name}: corpus {corpus.name!r} has no passage {', '.join(unknown[:5])}; leave them out"
-            )
-    return encoder, ExternalVectors(encoder, block, sha256_of(path))
+    return ExternalVectors(encoder, block, sha256_of(path))
