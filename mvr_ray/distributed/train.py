@@ -146,8 +146,9 @@ def save_best(run: RunConfig) -> TrainedModel:
                     f"the words of the command that was interrupted"
                 )
             state = job.checkpoints.state(step)
-            if state.best_step < 0:
+            if state.best_accuracy < 0:
                 job.checkpoints.load_model(job.model, step)
+                state.best_step = -1
             record = _save(loop, store, job, state)
         return _make_latest(loop, store, job, record)
 

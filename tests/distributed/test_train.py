@@ -282,6 +282,19 @@ def test_the_best_weights_of_an_interrupted_training_become_the_model_and_it_con
     assert save_best(run) == end
 
 
+@pytest.mark.data
+def test_the_newest_checkpoint_of_an_interrupted_training_without_dev_questions_becomes_the_model(store_path):
+    cfg = {"questions": "tiny", "batch_questions": 4, "epochs": 3, "checkpoint_steps": 1, "snapshot_steps": [2, 3]}
+    encoder = {"strategy": "mean", **QUICK}
+    end = train(run_of(store_path, cfg, {"name": "newest", **encoder}))
+    run = run_of(store_path, cfg, {"name": "newest-broken", **encoder})
+    with pytest.raises(RetrieverStop):
+        train(run, stop_at(4))  # after the checkpoint of step 3, the first one of the second epoch
+    model = save_best(run)
+    assert model.fingerprint == latest_fingerprint(Store(run.store.path), ENCODERS, "newest-step-3")
+    assert model.metrics == {"steps": 3.0} and model.epochs == end.epochs[:1]
+
+
 def test_new_settings_at_their_defaults_leave_the_key_of_a_checkpoint_as_it_was():
     """A training that an earlier program began continues; the digest is that program's."""
     assert RunConfig().digest("train") == "b5f171ac41d11950"
