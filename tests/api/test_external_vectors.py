@@ -231,6 +231,15 @@ def test_a_build_that_vectors_do_not_fit_leaves_the_index_as_it_was(index: Index
     assert_exact(index, vectors)
 
 
+def test_pruned_views_of_another_program_are_refused_before_anything_changes(index: Index, tmp_path: Path):
+    pruned = {"index": {**SETTINGS["index"], "prune_views": 0.1}}
+    with pytest.raises(ConfigError, match="prune_views drops vectors of another program"):
+        Index.build(PASSAGES, vectors=VECTORS, path=tmp_path / "own", settings=pruned)
+    with pytest.raises(ConfigError, match="prune_views drops"), Index.open(tmp_path / "own", settings=pruned) as other:
+        other.delete("p4")
+    index.delete("p4")
+
+
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):
     vectors = {name: 5 * own for name, own in VECTORS.items()}
     settings = {"encoder": {"normalize": False}}

@@ -15,7 +15,7 @@ from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.encoders import LocalEncoder, external_encoder, resolve_encoder
 from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.indexing.staging import EncodeTask, chunks_of, staged_chunks
-from mvr_ray.errors import DataError, count_noun
+from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, Views, gather_rows
 from mvr_ray.store.files import Store, sha256_of
@@ -81,9 +81,12 @@ def resolve_vectors(
     run: RunConfig, corpus: Corpus, new_ids: Collection[str] = ()
 ) -> tuple[LocalEncoder, ExternalVectors | None]:
     """Find the encoder, and read `index.vectors`; None where mvr_ray encodes. Raises DataError for vectors that do not
-    fit the encoder, or of passages that the corpus, to which `new_ids` will be added, lacks."""
+    fit the encoder, or of passages that the corpus, to which `new_ids` will be added, lacks; ConfigError for
+    `index.prune_views`."""
     if run.index.vectors is None:
         encoder = resolve_encoder(run, corpus)
+        if encoder.is_external:
+            _require_all_views(run)
         nothing = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, encoder.dimension)))
         return encoder, ExternalVectors(encoder, nothing) if encoder.is_external else None
     external = read_external(run, run.index.vectors)
@@ -97,9 +100,19 @@ def resolve_vectors(
 
 
 def read_external(run: RunConfig, vectors: str) -> ExternalVectors:
-    """Read a file of vectors. Raises DataError for vectors that do not fit the encoder."""
+    """Read a file of vectors. Raises DataError for vectors that do not fit the encoder, ConfigError for
+    `index.prune_views`."""
+    _require_all_views(run)
     path = resolve_path(vectors)
     block = read_vectors(path, run.index.dtype)
     encoder = external_encoder(run, block.vectors_ND.shape[1])
     require_shape(path, block, encoder.dimension, encoder.num_views, encoder.similarity == "cosine")
     return ExternalVectors(encoder, block, sha256_of(path))
+
+
+def _require_all_views(run: RunConfig) -> None:
+    if run.index.prune_views is not None:
+        raise ConfigError(
+            "index.prune_views drops vectors of another program, which later changes need; leave it out, and index all "
+            "vectors again where a version lacks some"
+        )
