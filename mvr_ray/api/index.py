@@ -41,6 +41,7 @@ from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, Search
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
+from mvr_ray.store.chunks import chunk
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
@@ -698,7 +699,9 @@ class Index:
 
         if run.index.vectors is None and embeds_texts(self._store, live):
             return
-        passages = {change.passage.id: change.passage for change in changes if isinstance(change, PassageRecord)}
+        texts = [change.passage for change in changes if isinstance(change, PassageRecord)]
+        pieces = [piece.passage for text in texts for piece in chunk(text, run.prepare.chunk_words)]
+        passages = {piece.id: piece for piece in pieces}
         corpus = self._live_corpus()
         _, external = resolve_vectors(run, corpus, passages)
         same = {name for name, passage in corpus.get(passages).items() if passage[:3] == passages[name][:3]}

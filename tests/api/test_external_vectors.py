@@ -240,6 +240,22 @@ def test_pruned_views_of_another_program_are_refused_before_anything_changes(ind
     index.delete("p4")
 
 
+def test_vectors_of_chunks_have_the_ids_of_chunks_also_in_an_upsert(tmp_path: Path):
+    settings, ids = {"prepare": {"chunk_words": 3}}, ["p0#0", "p0#1", "p1#0", "p1#1"]
+    vectors = {name: unit(1, D) for name in ids}
+    with Index.build(PASSAGES[:2], vectors=vectors, path=tmp_path, settings=settings) as index:
+        corpus = index._live_corpus().digest
+        new = [("p9", "Four words of text."), PASSAGES[0]]
+        for wrong, problem in (({"p9": unit(D)}, "has no passage p9;"), ({"p9#0": unit(D)}, "lacks those of p9#1")):
+            with pytest.raises(DataError, match=problem):
+                index.upsert(new, vectors=wrong)
+        assert Corpus.open(index._store, "corpus").digest == corpus
+        vectors |= {"p9#0": unit(1, D), "p9#1": unit(1, D)}
+        index.upsert(new[:1], vectors={name: vectors[name] for name in ("p9#0", "p9#1")})
+        index.upsert([{"id": "p0", "text": PASSAGES[0]["text"], "year": 1999}])
+        assert_exact(index, vectors)
+
+
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):
     vectors = {name: 5 * own for name, own in VECTORS.items()}
     settings = {"encoder": {"normalize": False}}
