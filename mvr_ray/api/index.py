@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -41,12 +41,12 @@ from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, Search
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.chunks import chunk
+from mvr_ray.store.changes import Changes
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store, address_name, without_keys
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
-from mvr_ray.store.formats.records import FilteredDeletion, PassageId, PassageRecord
+from mvr_ray.store.formats.records import FilteredDeletion, PassageId
 from mvr_ray.store.formats.view_vectors import write_pairs
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from mvr_ray.api.encoder import Encoder
     from mvr_ray.distributed.evaluate import EvaluationReport
     from mvr_ray.distributed.hot_swap import HotSwapRouter
+    from mvr_ray.distributed.indexing.external_vectors import ExternalVectors
     from mvr_ray.distributed.refinement.report import RefineReport
     from mvr_ray.distributed.router import Router
     from mvr_ray.distributed.train import TrainedModel
@@ -673,10 +674,11 @@ class Index:
                 self._require_settings(live)
             own = {"encoder": live.encoder_fingerprint, "vectors": vectors}
             run = self._with(encoder={"name": live.encoder_name}, index=own)
-            self._require_vectors(live, run, changes)
+            external = self._external_vectors(live, run)
+            check = partial(self._require_vectors, external) if external else None
 
             def change_corpus() -> UpdateReport:
-                return update_by_records(run.prepare, self._store, changes, progress, index=live.index)
+                return update_by_records(run.prepare, self._store, changes, progress, index=live.index, check=check)
 
             def publish() -> Manifest:
                 if is_rolled_back(Corpus.open(self._store, live.corpus), self._newest()):
@@ -691,22 +693,35 @@ class Index:
             self._follow()
             return manifest
 
-    def _require_vectors(self, live: Manifest, run: RunConfig, changes: Sequence[ChangeRecord]) -> None:
-        """Raise DataError if vectors that another program must make are missing or wrong, ConfigError if none are
-        needed."""
+    def _external_vectors(self, live: Manifest, run: RunConfig) -> "ExternalVectors | None":
+        """Read the vectors that another program made; None for an index that embeds texts. Raises ConfigError for
+        vectors that are not needed."""
         from mvr_ray.distributed.encoders import embeds_texts
         from mvr_ray.distributed.indexing.external_vectors import resolve_vectors
 
         if run.index.vectors is None and embeds_texts(self._store, live):
-            return
-        texts = [change.passage for change in changes if isinstance(change, PassageRecord)]
-        pieces = [piece.passage for text in texts for piece in chunk(text, run.prepare.chunk_words)]
-        passages = {piece.id: piece for piece in pieces}
-        corpus = self._live_corpus()
-        _, external = resolve_vectors(run, corpus, passages)
-        same = {name for name, passage in corpus.get(passages).items() if passage[:3] == passages[name][:3]}
-        if external and (missing := sorted(passages.keys() - same - external.rows.keys())):
+            return None
+        return resolve_vectors(run, self._live_corpus())[1]
+
+    def _require_vectors(self, external: "ExternalVectors", parent: Corpus, changes: Changes[Passage]) -> None:
+        """Raise DataError if vectors of new texts are missing, or their passages; PublishConflictError if the last
+        corpus has other texts that wait for their vectors."""
+        live = self._live_corpus()
+        external.require_passages(parent, changes.upserts.keys(), changes.deletions)
+        if missing := external.without_vectors(changes.upserts.values(), live, parent):
             raise DataError(f"upsert: vectors= lacks those of {', '.join(missing[:5])}, whose texts are new")
+        parts = zip(parent.info.parts, live.info.parts) if parent.num_shards == live.num_shards else ()
+        same_shards = {shard for shard, (own, other) in enumerate(parts) if own.digest == other.digest}
+        changed_shards = {*range(parent.num_shards)} - same_shards
+        texts = (passage for shard in changed_shards for passage in parent.part(shard).passages())
+        others = (text for text in texts if text.id not in changes.deletions)
+        others = (text for text in others if changes.upserts.get(text.id, text)[:3] == text[:3])
+        if waiting := external.without_vectors(others, live):
+            raise PublishConflictError(
+                f"{count_noun(len(waiting), 'passage')} of an earlier change, which no version has, without vectors: "
+                f"{', '.join(waiting[:5])}; nothing was changed. Call again once that change is published, or give "
+                f"these vectors in upsert, too, or delete the passages"
+            )
 
     def _require_settings(self, live: Manifest) -> None:
         """Raise ConfigError if an earlier program did not record a setting that a change needs."""

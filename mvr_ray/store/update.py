@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,11 +143,14 @@ def update_by_records(
     progress: Progress = no_progress,
     *,
     index: str = "",
+    check: Callable[[Corpus, Changes[Passage]], None] | None = None,
 ) -> UpdateReport:
     """Make the next corpus as `update` does, by records in place of a file. Raises DataError with the place of a bad or
-    doubled record."""
+    doubled record, and what `check` raises of the corpus that is changed and the changes."""
     parent = parent_corpus(store, cfg.corpus, index)
     changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
+    if check:
+        check(parent, changes)
     return apply_changes(parent, changes, parent.info, progress, index)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mvr_ray import Index
 from mvr_ray.cli import main
-from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError, PublishConflictError
 from mvr_ray.serving.schemas import to_request_error
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import FloatArray
@@ -254,6 +254,25 @@ def test_vectors_of_chunks_have_the_ids_of_chunks_also_in_an_upsert(tmp_path: Pa
         index.upsert(new[:1], vectors={name: vectors[name] for name in ("p9#0", "p9#1")})
         index.upsert([{"id": "p0", "text": PASSAGES[0]["text"], "year": 1999}])
         assert_exact(index, vectors)
+
+
+def test_a_change_that_was_cut_short_waits_for_its_vectors_before_others(index: Index, monkeypatch, tmp_path):
+    def cut_short(*_args: object, **_settings: object) -> None:
+        raise KeyboardInterrupt
+
+    vectors, new = {**VECTORS, "p91": unit(1, D), "p92": unit(1, D)}, [("p92", "Another new text.")]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mvr_ray.api.index._index", cut_short)
+        index.upsert([("p91", "A new text.")], vectors={"p91": vectors["p91"]})
+    corpus = Corpus.open(index._store, "corpus").digest
+    with Index.open(tmp_path / "own") as other:
+        for call in (lambda: other.upsert(new, vectors={"p92": vectors["p92"]}), lambda: other.delete("p3")):
+            with pytest.raises(PublishConflictError, match=r"1 passage .* without vectors: p91; nothing was changed"):
+                call()
+        assert Corpus.open(index._store, "corpus").digest == corpus
+        other.upsert([], vectors={"p91": vectors["p91"]})
+        other.upsert(new, vectors={"p92": vectors["p92"]})
+        assert_exact(other, vectors)
 
 
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):

@@ -93,6 +93,8 @@ def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
             f"{corpus.digest}, so no version of that was made; to publish it: mvr-ray index CONFIG"
         )
     encoder, external = resolve_vectors(run, corpus)
+    if external:
+        external.require_passages(corpus)
     before = _open_refined(store, cfg, encoder.fingerprint)
     task = encode_task(run, corpus, encoder, before, external.digest if external else "")
     manifests.require_live(store, cfg.name, live)

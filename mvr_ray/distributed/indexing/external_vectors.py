@@ -4,10 +4,9 @@ Given vectors replace those of earlier versions. A passage without any keeps tho
 as `carry_over` plans it. Stored vectors that equal the given ones stay, so only what differs is written.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, Views, gather_rows
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats.view_vectors import read_vectors, require_shape
-from mvr_ray.types import EmbeddingBlock, Progress
+from mvr_ray.types import EmbeddingBlock, Passage, Progress
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,24 @@ class ExternalVectors:
         names = {name for name in ids if name in self.rows}
         views = shard.find(names) if shard and names else {}
         return {name for name in names if name not in views or not self._has(name, views[name])}
+
+    def require_passages(
+        self, corpus: Corpus, new_ids: Set[str] = frozenset(), deletions: Set[str] = frozenset()
+    ) -> None:
+        """Raise DataError for vectors of passages that a corpus lacks after these changes."""
+        for shard, ids in ids_by_shard(self.block.ids, corpus.num_shards).items():
+            if unknown := sorted(set(ids) - new_ids - (set(corpus.part(shard).ids()) - deletions)):
+                names = ", ".join(unknown[:5])
+                raise DataError(f"index.vectors: corpus {corpus.name!r} has no passage {names}; leave them out")
+
+    def without_vectors(self, passages: Iterable[Passage], *corpora: Corpus) -> list[str]:
+        """Return the ids of passages without vectors here whose title or text is new to each of these corpora."""
+        return sorted(
+            passage.id
+            for passage in passages
+            if passage.id not in self.rows
+            and all(one[:3] != passage[:3] for corpus in corpora for one in corpus.get([passage.id]).values())
+        )
 
     def _has(self, name: str, views: Views) -> bool:
         own = slice(*self.block.row_ptr[self.rows[name] :][:2].tolist())
@@ -77,12 +94,9 @@ class ExternalVectors:
             progress("given vectors, chunks", number, len(chunks))
 
 
-def resolve_vectors(
-    run: RunConfig, corpus: Corpus, new_ids: Collection[str] = ()
-) -> tuple[LocalEncoder, ExternalVectors | None]:
+def resolve_vectors(run: RunConfig, corpus: Corpus) -> tuple[LocalEncoder, ExternalVectors | None]:
     """Find the encoder, and read `index.vectors`; None where mvr_ray encodes. Raises DataError for vectors that do not
-    fit the encoder, or of passages that the corpus, to which `new_ids` will be added, lacks; ConfigError for
-    `index.prune_views`."""
+    fit the encoder, ConfigError for `index.prune_views`."""
     if run.index.vectors is None:
         encoder = resolve_encoder(run, corpus)
         if encoder.is_external:
@@ -90,12 +104,6 @@ def resolve_vectors(
         nothing = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, encoder.dimension)))
         return encoder, ExternalVectors(encoder, nothing) if encoder.is_external else None
     external = read_external(run, run.index.vectors)
-    for shard, ids in ids_by_shard(external.block.ids, corpus.num_shards).items():
-        if unknown := sorted(set(ids).difference(new_ids, corpus.part(shard).ids())):
-            raise DataError(
-                f"{Path(run.index.vectors).name}: corpus {corpus.name!r} has no passage "
-                f"{', '.join(unknown[:5])}; leave them out"
-            )
     return external.encoder, external
 
 
