@@ -14,7 +14,9 @@ from mvr_ray import Index
 from mvr_ray.cli import main
 from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError, PublishConflictError
 from mvr_ray.serving.schemas import to_request_error
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray
 
 D = 16
@@ -273,6 +275,19 @@ def test_a_change_that_was_cut_short_waits_for_its_vectors_before_others(index: 
         other.upsert([], vectors={"p91": vectors["p91"]})
         other.upsert(new, vectors={"p92": vectors["p92"]})
         assert_exact(other, vectors)
+
+
+def test_a_change_opens_no_shards_but_its_own(index: Index, monkeypatch):
+    opened: set[int] = set()
+    open_shard = manifest.open_shard
+
+    def spy(store: Store, name: str, entry: manifest.ShardEntry) -> Path:
+        opened.add(entry.shard)
+        return open_shard(store, name, entry)
+
+    monkeypatch.setattr(manifest, "open_shard", spy)
+    index.delete("p4")
+    assert opened == {shard_of("p4", 3)}
 
 
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):

@@ -11,10 +11,12 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.api.rows import questions_of
 from mvr_ray.cli.init_run import sample_source
-from mvr_ray.config import PrepareConfig
+from mvr_ray.config import PrepareConfig, RunConfig
+from mvr_ray.distributed.indexing.external_vectors import read_external
 from mvr_ray.distributed.retrieve import question_set
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, split_address
+from mvr_ray.store.formats.view_vectors import write_pairs
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 
@@ -114,3 +116,10 @@ def test_init_looks_at_objects_as_at_files(bucket: str, folder: str) -> None:
         local, remote = (sample_source(place.format(name)) for place in (folder, bucket))
         assert remote.path == bucket.format(name)
         assert (remote.format, remote.split, len(remote.passages)) == (local.format, local.split, len(local.passages))
+
+
+def test_vectors_of_an_object_store_are_read(bucket: str, tmp_path: Path) -> None:
+    write_pairs(tmp_path / "own.parquet", {"p1": [0.6, 0.8]})
+    Store(split_address(bucket.format("x"))[0]).write_bytes("own.parquet", (tmp_path / "own.parquet").read_bytes())
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}})
+    assert read_external(run, bucket.format("own.parquet")).block.ids == ["p1"]

@@ -51,7 +51,7 @@ from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import update_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, ids_by_shard, shard_of
 from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
@@ -120,9 +120,10 @@ def _build(
     versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
     reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
     if external:
-        old_shards = {shard: shards.shard_embeddings(store, draft.index, entry) for shard, entry in reusable.items()}
-        changed_shards = [shard for shard, own in old_shards.items() if external.differing(own.ids(), own)]
-        reusable = {shard: entry for shard, entry in reusable.items() if shard not in changed_shards}
+        for shard, ids in ids_by_shard(external.rows, corpus.num_shards).items():
+            entry = reusable.get(shard)
+            if entry and external.differing(ids, shards.shard_embeddings(store, draft.index, entry)):
+                del reusable[shard]
     base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)

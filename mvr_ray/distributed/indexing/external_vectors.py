@@ -10,14 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encoders import LocalEncoder, external_encoder, resolve_encoder
 from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.indexing.staging import EncodeTask, chunks_of, staged_chunks
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, Views, gather_rows
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, local_copy, sha256_of
 from mvr_ray.store.formats.view_vectors import read_vectors, require_shape
 from mvr_ray.types import EmbeddingBlock, Passage, Progress
 
@@ -111,7 +111,7 @@ def read_external(run: RunConfig, vectors: str) -> ExternalVectors:
     """Read a file of vectors. Raises DataError for vectors that do not fit the encoder, ConfigError for
     `index.prune_views`."""
     _require_all_views(run)
-    path = resolve_path(vectors)
+    path = local_copy(vectors)
     block = read_vectors(path, run.index.dtype)
     encoder = external_encoder(run, block.vectors_ND.shape[1])
     require_shape(path, block, encoder.dimension, encoder.num_views, encoder.similarity == "cosine")

@@ -56,24 +56,23 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
         vectors_ND = vectors_ND.astype(np.float16 if dtype == "fp16" else np.float32)[rows["row"].to_numpy()]
     firsts_P = [row for row, name in enumerate(ids) if not row or name != ids[row - 1]]
     block = EmbeddingBlock([ids[row] for row in firsts_P], np.array([*firsts_P, len(ids)]), numbers_N, vectors_ND)
-    _refuse(path, ids, ~np.isfinite(vectors_ND).all(1), f"has a number that is missing, or not finite in {dtype}")
+    _refuse(path, block, ~np.isfinite(vectors_ND).all(1), f"has a number that is missing, or not finite in {dtype}")
     is_twice_N = np.append(np.diff(numbers_N) == 0, False)
     is_twice_N[block.row_ptr[1:] - 1] = False
-    _refuse(path, ids, is_twice_N, "has a view twice")
+    _refuse(path, block, is_twice_N, "has a view twice")
     return block
 
 
 def require_shape(path: Path, block: EmbeddingBlock, dimension: int, num_views: int, normalize: bool) -> None:
     """Raise DataError unless vectors have this dimension, numbers below `num_views` and, with `normalize`, length 1."""
-    ids = np.repeat(block.ids, np.diff(block.row_ptr)).tolist()
     if block.vectors_ND.shape[1] != dimension:
         raise DataError(f"{path.name}: vectors of {block.vectors_ND.shape[1]} numbers, the index has {dimension}")
     is_outside_N = (block.view_numbers_N < 0) | (block.view_numbers_N >= num_views)
-    _refuse(path, ids, is_outside_N, f"has a view outside 0..{num_views - 1} (encoder.num_views is {num_views})")
+    _refuse(path, block, is_outside_N, f"has a view outside 0..{num_views - 1} (encoder.num_views is {num_views})")
     if normalize:
         cure = "scale vectors to length 1, or set encoder.normalize=false: the score is then any inner product"
         lengths_N = np.sqrt(np.einsum("nd,nd->n", block.vectors_ND, block.vectors_ND, dtype=np.float32))
-        _refuse(path, ids, np.abs(lengths_N - 1) > 0.01, f"has a vector of another length than 1; {cure}")
+        _refuse(path, block, np.abs(lengths_N - 1) > 0.01, f"has a vector of another length than 1; {cure}")
 
 
 def write_pairs(path: Path, vectors: Any) -> None:
@@ -122,6 +121,7 @@ def write_vectors(
     return count
 
 
-def _refuse(path: Path, ids: list[str], wrong_N: Any, problem: str) -> None:
+def _refuse(path: Path, block: EmbeddingBlock, wrong_N: Any, problem: str) -> None:
     if wrong_N.any():
-        raise DataError(f"{path.name}: passage {ids[int(np.argmax(wrong_N))]!r} {problem}")
+        row = int(np.searchsorted(block.row_ptr, np.argmax(wrong_N), "right")) - 1
+        raise DataError(f"{path.name}: passage {block.ids[row]!r} {problem}")
