@@ -234,10 +234,13 @@ def test_a_build_that_vectors_do_not_fit_leaves_the_index_as_it_was(index: Index
 
 
 def test_pruned_views_of_another_program_are_refused_before_anything_changes(index: Index, tmp_path: Path):
-    pruned = {"index": {**SETTINGS["index"], "prune_views": 0.1}}
+    settings = {"index": {**SETTINGS["index"], "prune_views": 0.1}}
     with pytest.raises(ConfigError, match="prune_views drops vectors of another program"):
-        Index.build(PASSAGES, vectors=VECTORS, path=tmp_path / "own", settings=pruned)
-    with pytest.raises(ConfigError, match="prune_views drops"), Index.open(tmp_path / "own", settings=pruned) as other:
+        Index.build(PASSAGES, vectors=VECTORS, path=tmp_path / "own", settings=settings)
+    with (
+        pytest.raises(ConfigError, match="prune_views drops"),
+        Index.open(tmp_path / "own", settings=settings) as other,
+    ):
         other.delete("p4")
     index.delete("p4")
 
@@ -278,16 +281,16 @@ def test_a_change_that_was_cut_short_waits_for_its_vectors_before_others(index: 
 
 
 def test_a_change_opens_no_shards_but_its_own(index: Index, monkeypatch):
-    opened: set[int] = set()
+    shards: set[int] = set()
     open_shard = manifest.open_shard
 
     def spy(store: Store, name: str, entry: manifest.ShardEntry) -> Path:
-        opened.add(entry.shard)
+        shards.add(entry.shard)
         return open_shard(store, name, entry)
 
     monkeypatch.setattr(manifest, "open_shard", spy)
     index.delete("p4")
-    assert opened == {shard_of("p4", 3)}
+    assert shards == {shard_of("p4", 3)}
 
 
 def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):
