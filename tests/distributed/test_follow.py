@@ -105,6 +105,7 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
 
 
 @pytest.mark.usefixtures("without_ray")
+@pytest.mark.ray
 def test_a_roll_back_while_ray_starts_is_not_undone(run: RunConfig, source: Path, monkeypatch: pytest.MonkeyPatch):
     store, lines, connect = Store(run.store.path), [], session.connect
     write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
