@@ -210,7 +210,7 @@ class Router:
         scores of every hit. For them, too, a quarter of the time is reserved if `min_coverage` is below 1."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
-            has_vectors = self.embeds or hybrid != 0  # else BM25 alone ranks
+            has_vectors = hybrid != 0 or self.embeds  # else BM25 alone ranks
             queries_QD = self.embed(texts) if has_vectors else np.zeros((len(texts), self.dimension), np.float32)
         words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
         has_parts = parts and words is not None
