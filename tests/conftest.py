@@ -377,11 +377,9 @@ def pytest_collection_modifyitems(items):
 
     Files that use Ray come before the others, so that no long file is left for the end of a run on two processes.
     """
-    lacking_mark = [
-        one.nodeid for one in items if "ray_session" in one.fixturenames and not one.get_closest_marker("ray")
-    ]
-    if lacking_mark:  # a test without the mark may change what Ray reads from the environment, and Ray ends the process
-        raise pytest.UsageError(f"tests that use the shared cluster need the mark `ray`: {', '.join(lacking_mark)}")
+    no_mark = [one.nodeid for one in items if "ray_session" in one.fixturenames and not one.get_closest_marker("ray")]
+    if no_mark:  # a test without the mark may change what Ray reads from the environment, and Ray ends the process
+        raise pytest.UsageError(f"tests that use the shared cluster need the mark `ray`: {', '.join(no_mark)}")
     with_ray = {item.path for item in items if item.get_closest_marker("ray") or "ray_session" in item.fixturenames}
     items.sort(key=lambda item: (item.get_closest_marker("nodes") is None, item.path not in with_ray))
     for item in items:
