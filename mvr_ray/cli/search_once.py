@@ -14,6 +14,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 
 MAX_MS = 3_600_000
+"""Time of a search that a person waits for, in place of the server's `serve.timeout_ms`."""
 
 
 @contextmanager

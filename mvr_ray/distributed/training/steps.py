@@ -72,10 +72,7 @@ class OwnLoss(NamedTuple):
     def of(cls, function: Callable[..., LossTerms | Tensor]) -> "OwnLoss":
         """Read the source of a function. Raises ConfigError where it has none, and for a method, whose object may have
         values of any kind."""
-        functions = (
-            function,
-            inspect.unwrap(function),
-        )  # of a decorated one, the source is the second's
+        functions = function, inspect.unwrap(function)  # of a decorated one, the source is the second's
         if all(map(inspect.isfunction, functions)):
             with suppress(OSError):
                 return cls(function, "".join((inspect.getsource(function), *map(_plain_values, functions))))
