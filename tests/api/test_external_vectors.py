@@ -134,7 +134,7 @@ def test_the_command_line_indexes_a_file_then_the_vectors_of_an_update(tmp_path:
         ["versions", "verify"],
         ["update", f"changes={deletion}"],
         ["index", "encoder.name=not-theirs"],  # as where the first command alone names it
-        ["follow", f"follow.source={source}", "encoder.name=not-theirs", "--once"],
+        ["follow", f"follow.source={source}", "follow.poll_s=0.1", "encoder.name=not-theirs", "--once"],
     ):
         with pytest.raises(SystemExit) as end:
             main([words[0], str(run), *words[1:]])

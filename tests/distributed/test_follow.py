@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -39,8 +41,12 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(own_index: Path, source: Path, run_over) -> RunConfig:
-    return run_over(own_index, follow={"source": str(source), "max_age_s": 0, "poll_s": 0.01})
+def run(own_index: Path, source: Path, run_over, monkeypatch) -> RunConfig:
+    """A run whose files are never old enough for a batch. `once` must not wait for that: it may sleep 99 times."""
+    pauses = iter(range(99))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(next(pauses) and seconds))
+    monkeypatch.setattr("mvr_ray.distributed.indexing.follow.time", clock)
+    return run_over(own_index, follow={"source": str(source), "max_age_s": 86_400, "poll_s": 0.01})
 
 
 def live(run: RunConfig) -> Manifest:
@@ -189,7 +195,7 @@ main(sys.argv[1:])
 def start(run: RunConfig, folder: Path, *words: str) -> subprocess.Popen[str]:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
-    command = [sys.executable, "-c", COMMAND, "follow", str(file), *words]
+    command = [sys.executable, "-c", COMMAND, "follow", str(file), "follow.max_age_s=0", *words]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -55,9 +55,13 @@ def follow(
 ) -> None:
     """Apply change files as they arrive, without end; `once`: until none waits. `report` is updated after each batch.
 
+    With `once` no batch waits until `follow.max_age_s` has passed.
+
     Raises ConfigError and MissingInputError before any work. Later errors are reported with `say`, and the work is
     retried after a pause; with `once` they are raised.
     """
+    if once:
+        run = run.model_copy(update={"follow": run.follow.model_copy(update={"max_age_s": 0})})
     follower = Follower(run, report, say, progress)
     pause_s = run.follow.poll_s
     while True:
