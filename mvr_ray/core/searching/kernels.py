@@ -33,6 +33,19 @@ class Candidates(NamedTuple):
     upper_M: FloatArray
 
 
+class StepViews(NamedTuple):
+    """The views of the passages of a step.
+
+    counts_P  numbers of views, all at least 1
+    uniform   the common number, 0 where they differ
+    mask_P    the passages to search, contiguous; None: all
+    """
+
+    counts_P: IntArray
+    uniform: int
+    mask_P: NDArray[np.bool_] | None = None
+
+
 class Coarse(NamedTuple):
     """Rounding of the factors of coarse products, which are faster than fine ones: norms, as for codes."""
 
@@ -92,20 +105,9 @@ class Kernel(ABC):
         return PreparedQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)))
 
     @abstractmethod
-    def candidates(
-        self,
-        queries: Any,
-        step_rows: Any,
-        counts_P: IntArray,
-        uniform: int,
-        error_Q: FloatArray,
-        mask_P: NDArray[np.bool_] | None = None,
-    ) -> Candidates:
-        """Find the passages of a step that may be among the best K, and raise the lower bounds.
-
-        `counts_P` are the passages' numbers of views, all at least 1, and `uniform` the common one, 0 where they
-        differ. `error_Q` bounds a product's error. The mask (contiguous) excludes passages.
-        """
+    def candidates(self, queries: Any, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
+        """Find the passages of a step that may be among the best K, and raise the lower bounds. `error_Q` bounds a
+        product's error."""
 
     def lower_bounds(self, queries: Any) -> FloatArray:
         """Return the K best lower bounds of each query, in any order, on the host."""
@@ -166,17 +168,9 @@ class NumpyKernel(Kernel):
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.sqrt(np.einsum("nd,nd->n", step_rows, step_rows).max()))
 
-    def candidates(
-        self,
-        queries: PreparedQueries,
-        step_rows: Any,
-        counts_P: IntArray,
-        uniform: int,
-        error_Q: FloatArray,
-        mask_P: NDArray[np.bool_] | None = None,
-    ) -> Candidates:
-        best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
-        return select_candidates(queries, self.get(best_QP).T, error_Q, mask_P)
+    def candidates(self, queries: PreparedQueries, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
+        best_QP = self.best_views(queries.queries_QD, step_rows, views.counts_P, views.uniform)
+        return select_candidates(queries, self.get(best_QP).T, error_Q, views.mask_P)
 
     def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
         """Compute best_QP, each passage's best inner product."""

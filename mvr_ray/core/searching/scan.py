@@ -68,7 +68,7 @@ from mvr_ray.core.searching.exact import (
     no_hits,
     ranks,
 )
-from mvr_ray.core.searching.kernels import Coarse, Kernel, NumpyKernel
+from mvr_ray.core.searching.kernels import Coarse, Kernel, NumpyKernel, StepViews
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
@@ -399,10 +399,8 @@ class QueryBatch:
 
     def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        uniform = part.step.uniform
-        candidates = self.parent.kernel.candidates(
-            self.queries, step_rows, part.counts_P, uniform, error_Q, part.mask_P
-        )
+        views = StepViews(part.counts_P, part.step.uniform, part.mask_P)
+        candidates = self.parent.kernel.candidates(self.queries, step_rows, views, error_Q)
         if len(candidates.query_M):
             row_M = part.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
