@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mvr_ray.core.encoding.views import (
     EncoderSpec,
     Layout,
+    PassageText,
     TextTokens,
     TokenizedPassage,
     pack_tokens,
@@ -97,7 +98,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_passage_is_laid_out_token_by_token(case):
     spec, ids, positions, views = CASES[case]
-    passage = LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS)
+    passage = LAYOUT.passage(spec, PassageText(TITLE, TEXT, SNIPPETS))
     assert passage.input_ids.tolist() == ids
     assert passage.position_ids.tolist() == list(positions)
     assert passage.view_T.tolist() == views
@@ -107,8 +108,8 @@ def test_a_passage_is_laid_out_token_by_token(case):
 @pytest.mark.parametrize("case", CASES)
 def test_positions_begin_after_the_rows_that_a_backbone_keeps_for_padding(case):
     spec = CASES[case][0]
-    passage = replace(LAYOUT, first_position=2).passage(spec, TITLE, TEXT, SNIPPETS)
-    assert (passage.position_ids == LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS).position_ids + 2).all()
+    passage = replace(LAYOUT, first_position=2).passage(spec, PassageText(TITLE, TEXT, SNIPPETS))
+    assert (passage.position_ids == LAYOUT.passage(spec, PassageText(TITLE, TEXT, SNIPPETS)).position_ids + 2).all()
 
 
 TITLED = replace(SPEC, strategy="snippets", title_view=True, num_views=4)
@@ -171,7 +172,7 @@ first is the title's, with or without a title."""
 @pytest.mark.parametrize("case", TITLE_CASES)
 def test_the_title_is_the_first_viewers_snippet_and_the_text_has_the_others(case):
     spec, parts, ids, views = TITLE_CASES[case]
-    passage = LAYOUT.passage(spec, *parts)
+    passage = LAYOUT.passage(spec, PassageText(*parts))
     assert passage.input_ids.tolist() == ids
     assert passage.position_ids.tolist() == list(range(len(ids)))
     assert passage.view_T.tolist() == views
@@ -187,7 +188,7 @@ def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own
     spec = replace(TITLED, empty_snippets="kept" if with_empty else "masked")
     bounds = np.cumsum([0, *lengths]).tolist()
     text = TextTokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
-    passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, list(pairwise(bounds)))
+    passage = LAYOUT.passage(spec, PassageText(list(range(500, 500 + title)), text, list(pairwise(bounds))))
     ids = passage.input_ids.tolist()
     assert ids[-1] == S and len(ids) <= spec.max_passage_tokens
     there = [0] if title else []
@@ -248,7 +249,7 @@ def test_a_long_query_ends_in_a_separator_at_its_limit():
 
 
 def test_a_backbone_with_two_separators_puts_both_after_the_title():
-    passage = replace(LAYOUT, separator=(S, S)).passage(SPEC, TITLE, TEXT, [])
+    passage = replace(LAYOUT, separator=(S, S)).passage(SPEC, PassageText(TITLE, TEXT))
     assert passage.input_ids.tolist() == [C, 7, 8, S, S, 11, 12, 13, 14, 15, S]
 
 
@@ -263,7 +264,7 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     bounds = np.cumsum([0, *lengths]).tolist()
     snippets = list(pairwise(bounds))
     text = TextTokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
-    passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, snippets)
+    passage = LAYOUT.passage(spec, PassageText(list(range(500, 500 + title)), text, snippets))
     ids = passage.input_ids.tolist()
     rows = LAYOUT.rows(passage) if spec.has_pieces else [passage]
     assert all(row.num_tokens <= spec.max_passage_tokens for row in rows)
@@ -286,14 +287,14 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
 def test_a_snippet_lost_to_truncation_has_no_view():
     text = TextTokens(ids=list(range(200, 230)), ends=list(range(1, 31)))
     spec = replace(SPEC, strategy="snippet_means")
-    passage = LAYOUT.passage(spec, [], text, [(0, 10), (10, 18), (18, 30)])
+    passage = LAYOUT.passage(spec, PassageText([], text, [(0, 10), (10, 18), (18, 30)]))
     assert set(passage.view_T.tolist()) == {-1, 0, 1}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(case):
     spec = CASES[case][0]
-    views = LAYOUT.passage(spec, TITLE, TextTokens([], []), []).view_T
+    views = LAYOUT.passage(spec, PassageText(TITLE, TextTokens([], []))).view_T
     every = spec.strategy in ("first_k", "viewers") or spec.empty_snippets == "kept"
     assert set(views.tolist()) - {-1} == ({0, 1, 2} if every else {0})
 
@@ -354,7 +355,7 @@ def test_what_a_backbone_cannot_express_is_refused(spec, layout, message):
 def test_a_snippet_of_which_only_the_space_before_it_is_read_has_the_span_of_that_space():
     spec, ends = replace(SPEC, strategy="snippet_means"), [*range(1, 19), *range(20, 40)]
     text = TextTokens(ids=list(range(200, 238)), ends=ends)
-    spans = LAYOUT.spans_read(spec, [], text, [(0, 17), (18, 30), (30, 39)])
+    spans = LAYOUT.spans_read(spec, PassageText([], text, [(0, 17), (18, 30), (30, 39)]))
     assert spans == [(0, 17), (17, 18), None]
 
 
@@ -375,7 +376,9 @@ def test_a_limit_that_is_accepted_holds_a_prompt_a_title_every_viewer_and_some_o
         return
     text = TextTokens(ids=list(range(200, 290)), ends=list(range(1, 91)))
     spans = [(0, 30), (30, 60), (60, 90)]
-    passage = layout.passage(spec, list(range(500, 500 + title)), text, spans, list(range(600, 600 + prompt)))
+    passage = layout.passage(
+        spec, PassageText(list(range(500, 500 + title)), text, spans, list(range(600, 600 + prompt)))
+    )
     for row in layout.rows(passage) if spec.has_rows else [passage]:
         ids = row.input_ids.tolist()
         assert len(ids) <= limit
@@ -450,7 +453,7 @@ def test_packing_keeps_every_token(data):
 def test_windows_are_full_and_a_token_counts_where_it_is_further_from_the_end_of_the_shared_part(num, overlap, title):
     spec = replace(SPEC, strategy="snippet_means", overlap_tokens=overlap)
     text = TextTokens(ids=list(range(200, 200 + num)), ends=list(range(1, num + 1)))
-    rows = LAYOUT.rows(LAYOUT.passage(spec, title, text, [(0, 9), (9, num)]))
+    rows = LAYOUT.rows(LAYOUT.passage(spec, PassageText(title, text, [(0, 9), (9, num)])))
     starts = [int(row.input_ids[row.input_ids >= 200][0]) - 200 for row in rows]
     capacity = 18 - 3 * bool(title)
     assert starts[0] == 0 and starts[-1] == max(0, num - capacity) and len(set(starts)) == len(starts)

@@ -274,14 +274,14 @@ class DualEncoder(StoredModel):
     def tokenize_chunk(self, passages: Sequence[Passage], max_tokens: int = 0) -> TokenizedChunk:
         """Tokenize passages as `tokenize_passages` does, and count those that are cut or unknown."""
         spec, texts = self._with_limit(max_tokens), self._passage_texts(passages)
-        result = [self.layout.passage(spec, *text) for text in texts]
+        result = [self.layout.passage(spec, text) for text in texts]
         for passage, tokens in zip(passages, result):
             if not tokens.num_tokens:
                 raise EncoderError(
                     f"passage {passage.id!r} has no token of the backbone's tokenizer ({passage.text!r:.100}); give it "
                     f"a text, or leave it out of the corpus"
                 )
-        num_cut = sum(len(self.layout.ends_read(spec, *text)) < len(text.text.ends) for text in texts)
+        num_cut = sum(len(self.layout.ends_read(spec, text)) < len(text.text.ends) for text in texts)
         unknown_id = self.passage_tower.tokenizer.unk_token_id
         num_unknown = sum(text.text.share_of(unknown_id) >= UNKNOWN_SHARE for text in texts)
         return TokenizedChunk(result, UnreadCounts(num_cut, num_unknown))
@@ -313,7 +313,7 @@ class DualEncoder(StoredModel):
         if self.spec.title_view and text.title:
             spans[0] = TITLE
         spec = self._with_limit(max_tokens)
-        for view, span in enumerate(self.layout.spans_read(spec, *text), spec.first_text_view):
+        for view, span in enumerate(self.layout.spans_read(spec, text), spec.first_text_view):
             spans[view] = span
         return spans
 

@@ -236,12 +236,12 @@ class TextTokens:
 
 
 class PassageText(NamedTuple):
-    """A passage's tokens before truncation, as arguments of `Layout.passage`."""
+    """A passage's tokens before truncation. `title` may be empty; strategies without snippets have no `snippets`."""
 
     title: Sequence[int]
     text: TextTokens
-    snippets: Sequence[Span]
-    prompt: Sequence[int]
+    snippets: Sequence[Span] = ()
+    prompt: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -314,15 +314,9 @@ class Layout:
         members = pooling.members(num_tokens, len(self.prefix) + num_prompt if num_prompt else 0)
         return [0 if at in members else -1 for at in range(num_tokens)]
 
-    def passage(
-        self,
-        spec: EncoderSpec,
-        title: Sequence[int],
-        text: TextTokens,
-        snippets: Sequence[Span],
-        prompt: Sequence[int] = (),
-    ) -> TokenizedPassage:
-        """Lay out a passage. `title` may be empty; `snippets` is empty for strategies without snippets."""
+    def passage(self, spec: EncoderSpec, passage: PassageText) -> TokenizedPassage:
+        """Lay out a passage."""
+        title, text, snippets, prompt = passage
         head = self._head(spec, title)
         if spec.strategy == "snippets":
             return self._snippets(spec, prompt, head, text, snippets)
@@ -352,32 +346,19 @@ class Layout:
                 view_T[start : start + len(text_ids)] = self._snippet_views(spec, text_ends, snippets)
         return self._arrays([(ids, view_T)])
 
-    def ends_read(
-        self,
-        spec: EncoderSpec,
-        title: Sequence[int],
-        text: TextTokens,
-        snippets: Sequence[Span],
-        prompt: Sequence[int] = (),
-    ) -> list[int]:
+    def ends_read(self, spec: EncoderSpec, passage: PassageText) -> list[int]:
         """Return the character offsets where the tokens of the text end that `passage` does not cut."""
+        title, text, snippets, prompt = passage
         head = self._head(spec, title)
         if spec.strategy == "snippets":
             pieces = self._viewer_pieces(spec, prompt, head, text, snippets)
             return [text.ends[at] for at in sorted(chain(*pieces.values()))]
         return text.ends if spec.overlap_tokens else text.ends[: self._capacity(spec, len(prompt) + len(head))]
 
-    def spans_read(
-        self,
-        spec: EncoderSpec,
-        title: Sequence[int],
-        text: TextTokens,
-        snippets: Sequence[Span],
-        prompt: Sequence[int] = (),
-    ) -> list[Span | None]:
+    def spans_read(self, spec: EncoderSpec, passage: PassageText) -> list[Span | None]:
         """Return each snippet's span, up to the last token that is read; None where no token is read."""
-        ends = self.ends_read(spec, title, text, snippets, prompt)
-        num_tokens = Counter(snippet_of_token(text.ends, snippets))
+        ends, snippets = self.ends_read(spec, passage), passage.snippets
+        num_tokens = Counter(snippet_of_token(passage.text.ends, snippets))
         ends_of: dict[int, list[int]] = {}
         for end, snippet in zip(ends, snippet_of_token(ends, snippets)):
             ends_of.setdefault(snippet, []).append(end)
