@@ -1,13 +1,14 @@
 """Compares filtered searches over any shards, index and corpus with brute force over the passages that pass."""
 
+import gc
 import json
 import shutil
 import sys
 import tracemalloc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -23,9 +24,9 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching import masks
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.masks import ENTRY_BYTES, MaskCache
+from mvr_ray.distributed.searching.masks import ENTRY_BYTES, VersionMasks, limit_masks
 from mvr_ray.distributed.searching.messages import ScanRequest
-from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask, ShardAssignment, ShardSearcher
 from mvr_ray.errors import DamagedShardsError, FilterError, ManifestError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import paths
@@ -159,66 +160,71 @@ def test_one_more_mask_does_not_visit_those_that_are_kept(tmp_path):
 
     views = random_views(40, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
-    cache = MaskCache(str(tmp_path), limit_bytes=2 * ENTRY_BYTES + 100)
+    cache = VersionMasks(str(tmp_path), version)
     cache._masks = NoVisits()
     for year in range(4):
-        cache.mask(version, 0, pa.array(sorted(views)), json.dumps({"year": year}))
+        cache.mask(0, pa.array(sorted(views)), json.dumps({"year": year}))
+        limit_masks([cache], 2 * ENTRY_BYTES + 100)
     assert cache.num_bytes == 2 * ENTRY_BYTES + 80
 
 
-def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_path):
+def test_masks_of_all_versions_are_kept_within_their_limit(tmp_path):
     views = random_views(40, 8)
     rows = random_rows(views, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, rows, 1))
     ids = pa.array(sorted(views))
-    cache = MaskCache(str(tmp_path), limit_bytes=2 * ENTRY_BYTES + 100)
-    masks = [cache.mask(version, 0, ids, json.dumps({"year": year})) for year in range(4)]
+    cache, other = (VersionMasks(str(tmp_path), version) for _ in range(2))
+    masks = [cache.mask(0, ids, json.dumps({"year": year})) for year in range(4)]
+    limit_masks([cache], 2 * ENTRY_BYTES + 100)
     assert [mask_P.tolist() for mask_P in masks] == [
         [rows[name].get("year") == year for name in sorted(views)] for year in range(4)
     ]
     assert cache.num_bytes == 2 * ENTRY_BYTES + 80
-    assert cache.mask(version, 0, ids, '{"year": 3}') is masks[3]
-    assert cache.mask(version, 0, ids, '{"year": 0}') is not masks[0]
-    cache.drop(1)
-    assert cache.num_bytes == 0
+    assert cache.mask(0, ids, '{"year": 2}') is masks[2]
+    other.mask(0, ids, '{"year": 2}')
+    limit_masks([other, cache], 2 * ENTRY_BYTES + 100)
+    assert (cache.num_bytes, other.num_bytes) == (ENTRY_BYTES + 40, ENTRY_BYTES + 40)
+    assert cache.mask(0, ids, '{"year": 2}') is masks[2]
+    assert cache.mask(0, ids, '{"year": 0}') is not masks[0]
     with pytest.raises(ManifestError, match="holds 1 passage that its corpus 'corpus' lacks, first 'q'"):
-        cache.mask(version, 0, pa.array([*sorted(views), "q"]), '{"year": 3}')
+        VersionMasks(str(tmp_path), version).mask(0, pa.array([*sorted(views), "q"]), '{"year": 3}')
 
 
 def test_the_limit_of_the_masks_bounds_the_memory_of_long_filters_over_few_passages(tmp_path):
     views = random_views(5, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
-    cache, ids = MaskCache(str(tmp_path)), pa.array(sorted(views))
-    cache.mask(version, 0, ids, "{}")
+    cache, ids = VersionMasks(str(tmp_path), version), pa.array(sorted(views))
+    cache.mask(0, ids, "{}")
     tracemalloc.start()
     try:
         for number in range(20):
-            cache.mask(version, 0, ids, json.dumps({"id": {"nin": [f"{number} {one}" for one in range(200)]}}))
+            cache.mask(0, ids, json.dumps({"id": {"nin": [f"{number} {one}" for one in range(200)]}}))
         assert tracemalloc.get_traced_memory()[0] < cache.num_bytes
     finally:
         tracemalloc.stop()
 
 
-def test_a_version_is_dropped_while_others_are_filtered(tmp_path):
+def test_masks_are_removed_while_others_are_added(tmp_path):
     views = random_views(40, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
-    cache, ids = MaskCache(str(tmp_path)), pa.array(sorted(views))
+    caches, ids = [VersionMasks(str(tmp_path), version) for _ in range(3)], pa.array(sorted(views))
 
     def evaluate(number: int) -> None:
-        cache.mask(replace(version, version=number), 0, ids, '{"year": 1}')
+        caches[number % 3].mask(0, ids, json.dumps({"year": number}))
 
-    for number in range(300):
-        evaluate(number)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(2) as threads:
-            future = threads.submit(list, map(evaluate, range(300, 500)))
+            future = threads.submit(list, map(evaluate, range(200)))
             while not future.done():
-                cache.drop(-1)
+                limit_masks(caches, 5 * (ENTRY_BYTES + 40))
             assert len(future.result()) == 200
     finally:
         sys.setswitchinterval(before)
+    limit_masks(caches, 5 * (ENTRY_BYTES + 40))
+    num_masks = [len(cache._masks) for cache in caches]
+    assert sum(num_masks) <= 5 and [cache.num_bytes for cache in caches] == [n * (ENTRY_BYTES + 40) for n in num_masks]
 
 
 def test_a_filtered_search_that_ends_after_its_version_was_dropped_leaves_nothing_of_it(tmp_path, monkeypatch):
@@ -241,23 +247,31 @@ def test_a_filtered_search_that_ends_after_its_version_was_dropped_leaves_nothin
         request = ScanRequest(np.eye(1, D, dtype=np.float32), 5, (0, 1), 2, json.dumps({"year": {"gte": 3}}))
         future = thread.submit(searcher.scan, request)
         assert begins.wait(30)
+        own_masks = weakref.ref(searcher._versions[2].masks)
         searcher.drop(2)
         may_go_on.set()
         assert not future.result().failures
-    cache = searcher._masks
-    assert (cache.num_bytes, cache._corpora, cache._rows, cache._masks) == (0, {}, {}, {})
     assert (list(searcher._versions), set(searcher.open_files())) == ([1], keys)
+    gc.collect()
+    assert own_masks() is None
 
 
 def test_a_version_number_that_is_used_again_has_its_own_masks(tmp_path):
     """A collection deletes manifests; an index that begins again counts from 1."""
-    views, cache = random_views(40, 8), MaskCache(str(tmp_path))
-    ids = pa.array(sorted(views))
+    views, searcher = random_views(40, 8), None
     for seed in (8, 9):
         rows = random_rows(views, seed)
         version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, rows, 1))
-        expected = [rows[name].get("year") == 1 for name in sorted(views)]
-        assert cache.mask(version, 0, ids, '{"year": 1}').tolist() == expected
+        searcher = searcher or ShardSearcher(SearcherTask(str(tmp_path), version))
+        searcher.open([ShardAssignment(version, (0,))])
+        request = ScanRequest(np.ones((1, D), np.float32), len(views), (0,), version.version, '{"year": 1}')
+        expected = [name for name in sorted(views) if rows[name].get("year") == 1]
+        for _ in range(2):
+            [result] = searcher.scan(request).results
+            assert result.ids_R.to_pylist() == expected
+        masks = searcher._versions[version.version].masks
+        searcher.open([ShardAssignment(version, (0,))])
+        assert searcher._versions[version.version].masks is masks  # the same version keeps its masks
         Store(str(tmp_path)).delete(paths.manifest(version.index, version.version))
 
 

@@ -15,7 +15,6 @@ import json
 import logging
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,7 +29,7 @@ from mvr_ray.core.searching.exact import check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.file_limit import raise_file_limit, translate_open_errors
-from mvr_ray.distributed.searching.masks import Mask, MaskCache
+from mvr_ray.distributed.searching.masks import Mask, VersionMasks, limit_masks
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name, require_memory
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
@@ -132,6 +131,7 @@ class OpenPart(NamedTuple):
 class _Version(NamedTuple):
     manifest: Manifest
     parts: dict[int, list[Part]]
+    masks: VersionMasks
 
     def by_key(self) -> dict[Key, Part]:
         return {part.key: part for own in self.parts.values() for part in own}
@@ -157,8 +157,6 @@ class ShardSearcher:
         self._lock = threading.Lock()
         self._num_finished = 0
         self._cancelled: dict[str, None] = {}
-        own = weakref.proxy(self)  # as in `Router`
-        self._masks = MaskCache(task.store, is_open=lambda manifest: own._is_open(manifest))
 
     def open(self, assignments: Sequence[ShardAssignment]) -> str:
         """Open every shard of the assignments beside the open ones; return `instance_id`.
@@ -168,8 +166,11 @@ class ShardSearcher:
         """
         failure: MvrRayError | None = None
         for manifest, shards in assignments:
-            version = _Version(manifest, shard_parts(manifest))
+            version = self._new_version(manifest)
             with self._lock:
+                former = self._versions.get(manifest.version)
+                if former and former.manifest.token == manifest.token:
+                    version = version._replace(masks=former.masks)
                 self._versions[manifest.version] = version
                 self._dropped_versions.discard(manifest.version)
             for part in [part for shard in shards for part in version.parts[shard]]:
@@ -189,7 +190,6 @@ class ShardSearcher:
             keys = {key for one in self._versions.values() for key in one.by_key()}
             self._parts = {key: part for key, part in self._parts.items() if key in keys}
             self._damaged = {key: reason for key, reason in list(self._damaged.items()) if key in keys}
-        self._masks.drop(version)
 
     def health(self) -> list[str]:
         """Digests of the shards that are open now; also answers during a search."""
@@ -305,10 +305,12 @@ class ShardSearcher:
         if not filter or not open_shard.embedded.num_passages:
             return None
         try:
-            return self._masks.mask(version.manifest, shard, open_shard.ids, filter)
+            mask_P = version.masks.mask(shard, open_shard.ids, filter)
         except (StorageError, MissingInputError) as error:
             log.error("no fields: index=%s shard=%d reason=%s", version.manifest.index, shard, error)
             raise _DamagedError(str(error)) from error
+        limit_masks([own.masks for own in list(self._versions.values())])
+        return mask_P
 
     def _is_cancelled(self, call: str) -> bool:
         with self._lock:
@@ -316,10 +318,6 @@ class ShardSearcher:
             self._cancelled.pop(call, None)
         self._num_finished += is_cancelled
         return is_cancelled
-
-    def _is_open(self, manifest: Manifest) -> bool:
-        version = self._versions.get(manifest.version)
-        return version is not None and version.manifest.token == manifest.token
 
     def _is_named(self, part: Part) -> bool:
         """Return whether an open version has this part."""
@@ -334,9 +332,12 @@ class ShardSearcher:
         if number in self._dropped_versions:
             raise ShardIndexError(f"index {own.index!r} version {number} was dropped here; ask the live one")
         manifest = own if number == own.version else manifests.read(Store(self.task.store), own.index, number)
-        version = _Version(manifest, shard_parts(manifest))
+        version = self._new_version(manifest)
         with self._lock:
             return self._versions.setdefault(number, version)
+
+    def _new_version(self, manifest: Manifest) -> _Version:
+        return _Version(manifest, shard_parts(manifest), VersionMasks(self.task.store, manifest))
 
     def _get_open(self, version: _Version, shard: int, call: str = "") -> OpenShard:
         return self._get(version, version.parts[shard][0], call)
