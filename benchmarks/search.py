@@ -28,6 +28,7 @@ from measure import Bar, Part, interleave, speedup, write
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import encode
+from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.native import NativeKernel, library
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.types import FloatArray, IntArray
@@ -195,7 +196,7 @@ def main(passages: int) -> None:
             "fp32": (4, FlatIndex([whole], threads=threads)),
             "fp16": (2, FlatIndex([half], threads=threads)),
             "int8 + re-scoring": (1, FlatIndex([whole], codes=[codes], threads=threads)),
-            "fp32, not compiled": (4, FlatIndex([whole], engine="torch", threads=threads)),
+            "fp32, not compiled": (4, FlatIndex([whole], kernel=TorchKernel(), threads=threads)),
         }
         if library():
             without = FlatIndex([whole], threads=threads)

@@ -1,4 +1,4 @@
-"""Search all vectors of a shard exactly, on a CPU or a GPU. Needs numpy, and uses torch where it is installed.
+"""Search all vectors of a shard exactly, on a CPU or a GPU.
 
 Shapes: Q queries, D dimension.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mvr_ray.core.searching.codes import Codes, encode
 from mvr_ray.core.searching.engines import make_kernel, make_small_batch_kernel
 from mvr_ray.core.searching.exact import check_k, check_queries
-from mvr_ray.core.searching.kernels import TorchKernel
+from mvr_ray.core.searching.kernels import Kernel, TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import ShardIndex, count_vectors
@@ -110,19 +110,19 @@ class FlatIndex(ShardIndex):
         codes: Sequence[Codes] | None = None,
         device: str = "cpu",
         threads: int | None = None,
-        engine: str = "auto",
+        kernel: Kernel | None = None,
     ) -> None:
-        kernel = make_kernel(engine, device, threads)
+        """`kernel`: scan with this one alone, in place of the fastest of the device."""
+        self._small_batch, is_half = None, all(block.vectors_ND.dtype == np.float16 for block in blocks)
+        if kernel is None:
+            kernel, with_codes = make_kernel(device, threads), codes is not None
+            self._small_batch = make_small_batch_kernel(device, threads, with_codes=with_codes, is_half=is_half)
         arrays = [block.vectors_ND for block in blocks] if codes is None else [own.codes_ND for own in codes]
         num_bytes = sum(own_ND.nbytes for own_ND in arrays)
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         super().__init__(Scan(blocks, kernel, rows, codes=codes, resident=resident))
-        is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         is_faster = codes is not None and is_half and kernel.halves_are_faster
         self._vector_scan = self.scan.of_vectors() if is_faster else None
-        self._small_batch = make_small_batch_kernel(
-            engine, device, threads, with_codes=codes is not None, is_half=is_half
-        )
         self._small_batch_scan = Scan(blocks, self._small_batch, rows, codes=codes) if self._small_batch else None
 
     def search_with_counts(

@@ -1,4 +1,4 @@
-"""Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the engine."""
+"""Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the kernel."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.kernels import MANY_SCORES, NumpyKernel, PreparedQueries, TorchKernel, select_candidates
 from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_queries
-from mvr_ray.core.searching.native import library
+from mvr_ray.core.searching.native import NativeKernel, library, library_avx2
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import flat
@@ -27,7 +27,7 @@ from mvr_ray.index.flat import CODES_FILE, SCALES_FILE, FlatIndex, build_codes, 
 from mvr_ray.index.kinds import build_index, open_index
 from mvr_ray.types import EmbeddingBlock
 
-ENGINES = ["numpy", "torch", *(["native"] if library() else [])]
+KERNELS = [NumpyKernel, TorchKernel, *([NativeKernel] if library() else [])]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SLOW = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
@@ -50,7 +50,7 @@ def codes_of(blocks) -> list[Codes]:
     empty=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),
     per_block=st.integers(1, 64),
-    engine=st.sampled_from(ENGINES),
+    new_kernel=st.sampled_from(KERNELS),
     step=st.sampled_from([1, 7, 16384]),
     at_once=st.sampled_from([1, 3, 256]),
     pending=st.sampled_from([0, 1 << 18]),
@@ -61,14 +61,14 @@ def codes_of(blocks) -> list[Codes]:
 @SLOW
 def test_flat_search_equals_brute_force(
     shard, queries, check_exact, change, palette, seed, num_passages, max_views, dimension, k, gaps, empty, dtype,
-    per_block, engine, step, at_once, pending, with_codes, threads, changed_share,
+    per_block, new_kernel, step, at_once, pending, with_codes, threads, changed_share,
 ):  # fmt: skip
     blocks = shard(
         seed, num_passages, max_views, dimension,
         palette=palette, gaps=gaps, empty=empty, dtype=dtype, per_block=per_block,
     )  # fmt: skip
     queries_QD = queries(seed, 4, dimension, palette)
-    kernel = make_kernel(engine)
+    kernel = new_kernel()
     kernel.vectors_per_step, kernel.threads = step, threads
     stored_shard = change(blocks, seed, changed_share)
     codes = codes_of(stored_shard.blocks) if with_codes else None
@@ -80,19 +80,19 @@ def test_flat_search_equals_brute_force(
 
 def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
     blocks, batch = shard(1, 40_000, 1, 8, per_block=40_000), queries(1, 4, 8)
-    kernel = make_kernel("auto")
+    kernel = make_kernel()
     kernel.vectors_per_step, kernel.threads = 32_768, 8
     scan = Scan(blocks, kernel)
     assert len(scan.steps) >= kernel.threads
-    assert as_bytes(scan.search(batch, 3)) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 3))
+    assert as_bytes(scan.search(batch, 3)) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 3))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, queries, monkeypatch, engine):
+@pytest.mark.parametrize("new_kernel", KERNELS)
+def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, queries, monkeypatch, new_kernel):
     """More threads scan than the pool has, and each has pairs for several threads."""
     monkeypatch.setattr(scan_module, "PAIRS_WORTH_THREADS", 8)
     blocks, batch = shard(1, 3000, 1, 8, palette="constant", per_block=3000), queries(1, 4, 8)
-    kernel = make_kernel(engine)
+    kernel = new_kernel()
     kernel.vectors_per_step, kernel.threads = 100, (os.cpu_count() or 1) + 2
     expected = as_bytes(FlatIndex(blocks).search(batch, 3))
     scan, results = Scan(blocks, kernel, candidates_at_once=10), []
@@ -114,7 +114,7 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
     gaps=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),
     per_block=st.integers(1, 64),
-    engine=st.sampled_from(ENGINES),
+    new_kernel=st.sampled_from(KERNELS),
     step=st.sampled_from([1, 20, 16384]),
     pending=st.sampled_from([0, 1 << 18]),
     with_codes=st.booleans(),
@@ -125,7 +125,7 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     shard, queries, check_exact, change, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs,
-    gaps, dtype, per_block, engine, step, pending, with_codes, threads, views_a_step, changed_share,
+    gaps, dtype, per_block, new_kernel, step, pending, with_codes, threads, views_a_step, changed_share,
 ):  # fmt: skip
     """Passages pass at random or in runs; none, fewer than k, most or all of them; one scan has several masks."""
     blocks = shard(
@@ -140,7 +140,7 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
         per_block=per_block,
     )
     queries_QD = queries(seed, num_queries, dimension, palette)
-    kernel = make_kernel(engine)
+    kernel = new_kernel()
     kernel.vectors_per_step, kernel.threads = step, threads
     stored_shard = change(blocks, seed, changed_share)
     codes = codes_of(stored_shard.blocks) if with_codes else None
@@ -233,7 +233,7 @@ def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_fast
     faster = dtype == "float16" and index.scan.kernel.halves_are_faster
     assert index.scan_for(9).has_codes != faster
     assert index.scan_for(1).has_codes
-    assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
+    assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], kernel=NumpyKernel()).search(batch, 9))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -283,14 +283,12 @@ def test_batch_size_changes_no_byte(shard, queries, palette, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, device):
+def test_kernels_blocks_and_devices_change_no_byte(shard, queries, palette, device):
     queries_QD = queries(4, 9, palette=palette)
     answers = [
-        as_bytes(
-            FlatIndex(shard(4, palette=palette, per_block=size), engine=engine, device=where).search(queries_QD, 20)
-        )
+        as_bytes(FlatIndex(shard(4, palette=palette, per_block=size), kernel=kernel).search(queries_QD, 20))
         for size in (7, 300)
-        for engine, where in [*((engine, "cpu") for engine in ENGINES), ("torch", device)]
+        for kernel in [*(new_kernel() for new_kernel in KERNELS), TorchKernel(device), make_kernel(device)]
     ]
     assert all(answer == answers[0] for answer in answers)
 
@@ -299,7 +297,7 @@ def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, devi
 def test_coarse_matrix_products_change_no_byte(shard, queries, palette, precision, rounding):
     """Someone else in the process may allow products of TF32 or bfloat16; the bound then widens."""
     blocks, queries_QD = shard(5, dimension=64, palette=palette), queries(5, 9, 64, palette)
-    index = FlatIndex(blocks, engine="torch")
+    index = FlatIndex(blocks, kernel=TorchKernel())
     exact = as_bytes(index.search(queries_QD, 10))
     torch.set_float32_matmul_precision(precision)
     try:
@@ -364,25 +362,25 @@ def test_senseless_questions_are_refused(shard, queries, damage, k, words):
         FlatIndex(shard(0)).search(damage(queries(0, 2)), k)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("new_kernel", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_damaged_vector_is_named(shard, queries, engine, value):
+def test_a_damaged_vector_is_named(shard, queries, new_kernel, value):
     blocks = shard(0, dtype="float32")
     vectors_ND = blocks[1].vectors_ND.copy()
     vectors_ND[blocks[1].row_ptr[7], 3] = value
-    index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=vectors_ND), blocks[2]], engine=engine)
+    index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=vectors_ND), blocks[2]], kernel=new_kernel())
     for mask_P in (None, np.arange(300) % 50 == 7):
         with pytest.raises(ShardIndexError, match=rf"passage '{blocks[1].ids[7]}' \(row 107\) has a vector with NaN"):
             index.search(queries(0, 2), 3, mask_P)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_huge_and_tiny_vectors_are_ranked_rightly(shard, queries, check_exact, engine):
+@pytest.mark.parametrize("new_kernel", KERNELS)
+def test_huge_and_tiny_vectors_are_ranked_rightly(shard, queries, check_exact, new_kernel):
     for factor in (1e16, 1e-22, 1e-38):
         blocks = [
             block._replace(vectors_ND=block.vectors_ND * np.float32(factor)) for block in shard(2, 50, dtype="float32")
         ]
-        check_exact(FlatIndex(blocks, engine=engine).search(queries(2, 3), 7), queries(2, 3), blocks, 7)
+        check_exact(FlatIndex(blocks, kernel=new_kernel()).search(queries(2, 3), 7), queries(2, 3), blocks, 7)
 
 
 def test_blocks_of_two_dimensions_are_refused(shard):
@@ -393,11 +391,9 @@ def test_blocks_of_two_dimensions_are_refused(shard):
 def test_an_absent_device_is_refused(shard):
     with pytest.raises(ShardIndexError, match="cannot search on device 'cuda:99'"):
         FlatIndex(shard(0), device="cuda:99")
-    with pytest.raises(ShardIndexError, match="without torch"):
-        FlatIndex(shard(0), device="cuda", engine="numpy")
-    assert isinstance(make_kernel("numpy"), NumpyKernel)
 
 
+@pytest.mark.skipif(library_avx2() is None, reason="not compiled, or a processor without AVX2")
 def test_flat_needs_numpy_alone():
     program = """
 import sys

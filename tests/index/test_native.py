@@ -15,9 +15,8 @@ from mvr_ray.core.refining import native_step
 from mvr_ray.core.searching import native
 from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.exact import BlockTable, Pairs
-from mvr_ray.core.searching.kernels import StepViews
+from mvr_ray.core.searching.kernels import NumpyKernel, StepViews
 from mvr_ray.core.searching.scan import Scan, score_error
-from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.flat import FlatIndex
 
 SLOW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
@@ -76,7 +75,7 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
     actual = Scan(blocks, kernel, codes=codes).search(batch, 9)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 9))
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 9))
 
 
 avx2 = pytest.mark.skipif(native.library_avx2() is None, reason="not compiled, or a processor without AVX2")
@@ -104,7 +103,7 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
     kernel = native.Avx2Kernel(threads)
     kernel.vectors_per_step = step
     chance_P = np.random.default_rng(seed).random(sum(len(block.ids) for block in blocks))
-    plain = FlatIndex(blocks, engine="numpy")
+    plain = FlatIndex(blocks, kernel=NumpyKernel())
     scan = Scan(blocks, kernel, codes=codes, views_a_step=0)
     for mask_P in (None, chance_P < 0.03, chance_P < 0.5, chance_P < 1):
         assert as_bytes(scan.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
@@ -118,7 +117,7 @@ def test_a_few_queries_under_a_filter_read_what_passes_alone(shard, queries, wit
     index, mask_P = FlatIndex(blocks, codes=codes), np.arange(400) % 4 == 0
     assert isinstance(index.scan_for(3, 0.25).kernel, native.Avx2Kernel)
     assert isinstance(index.scan_for(9, 0.25).kernel, native.NativeKernel if native.library() else native.Avx2Kernel)
-    plain = FlatIndex(blocks, engine="numpy")
+    plain = FlatIndex(blocks, kernel=NumpyKernel())
     assert as_bytes(index.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
 
 
@@ -182,7 +181,7 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
     kernel.vectors_per_step = 20
     batch = queries(seed, num_queries, dimension)
     actual = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
-    assert as_bytes(actual) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
+    assert as_bytes(actual) == as_bytes(FlatIndex([block], kernel=NumpyKernel()).search(batch, 9))
 
 
 @built
@@ -192,7 +191,7 @@ def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     actual = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 5))
 
 
 @pytest.mark.skipif((native.library() or native.library_avx2()) is None, reason="not compiled, or an older processor")
@@ -276,7 +275,7 @@ def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, que
     actual = Scan(blocks, kernel).search(batch, 20)
     assert len(steps) > 20
     assert all(steps)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 20))
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 20))
 
 
 @short
@@ -374,7 +373,7 @@ def test_a_thread_that_flushes_small_numbers_changes_no_byte(shard, queries):
     blocks = [
         block._replace(vectors_ND=block.vectors_ND * np.float32(1e-38)) for block in shard(2, 50, dtype="float32")
     ]
-    index = FlatIndex(blocks, engine="native", threads=1)
+    index = FlatIndex(blocks, threads=1, kernel=native.NativeKernel(1))
     plain = as_bytes(index.search(queries(2, 3), 7))
     assert torch.set_flush_denormal(True)
     try:
@@ -420,13 +419,6 @@ np.savez({str(tmp_path / "hits.npz")!r}, *index.search(loaded["queries"], 10))
     subprocess.run([sys.executable, "-c", program], check=True)
     hits = np.load(tmp_path / "hits.npz")
     assert [hits[name].tobytes() for name in hits.files] == as_bytes(FlatIndex(blocks).search(batch, 10))
-
-
-def test_the_native_engine_is_refused_where_it_cannot_run(shard):
-    with pytest.raises(ShardIndexError, match="engine 'native' cannot search on 'cuda'"):
-        FlatIndex(shard(0), engine="native", device="cuda")
-    with pytest.raises(ShardIndexError, match="engine is 'gpu'; it must be one of auto, native, torch, numpy"):
-        FlatIndex(shard(0), engine="gpu")
 
 
 def test_the_source_of_the_compiled_loops_is_shipped():

@@ -1,30 +1,18 @@
-"""Choose the kernel of a scan: compiled loops, a GPU kernel, torch or numpy."""
+"""Choose the kernel of a scan: compiled loops, a GPU kernel or torch."""
 
-import importlib.util
-from typing import TYPE_CHECKING
-
-from mvr_ray.core.searching.kernels import Kernel, NumpyKernel, TorchKernel
-from mvr_ray.errors import ShardIndexError
-
-if TYPE_CHECKING:
-    from mvr_ray.core.searching.native import Avx2Kernel
-
-ENGINES = ("auto", "native", "torch", "numpy")
+from mvr_ray.core.searching.kernels import Kernel, TorchKernel
+from mvr_ray.core.searching.native import Avx2Kernel, NativeKernel, library, library_avx2
 
 
-def make_small_batch_kernel(
-    engine: str, device: str, threads: int | None, *, with_codes: bool, is_half: bool
-) -> "Avx2Kernel | None":
+def make_small_batch_kernel(device: str, threads: int | None, *, with_codes: bool, is_half: bool) -> Avx2Kernel | None:
     """Create the kernel that is faster than that of `make_kernel` of the same arguments for few queries; None where
     there is none. `is_half`: the vectors are float16.
 
     The loops for AVX2 read only vectors (or codes) that pass a filter, while those for AVX-512 copy these together or
     read all, and without AMX widen halves and codes for every batch. The shares are measured (`benchmarks/notes.md`).
     """
-    from mvr_ray.core.searching.native import Avx2Kernel, library
-
     loops = library()
-    if engine != "auto" or device != "cpu" or loops is None:
+    if device != "cpu" or loops is None:
         return None
     kernel = Avx2Kernel(threads)
     kernel.max_shares = (0.4 if with_codes else 0.6,) * 4
@@ -33,28 +21,11 @@ def make_small_batch_kernel(
     return kernel
 
 
-def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel:
-    """Create the kernel of an engine: native, torch, numpy, or auto. auto selects native on a CPU that supports it if
-    it was built, else torch if installed."""
-    if engine not in ENGINES:
-        raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
-    if engine == "native" or (engine == "auto" and device == "cpu"):
-        from mvr_ray.core.searching.native import Avx2Kernel, NativeKernel, library, library_avx2
-
-        if library_avx2() is not None and device == "cpu":
-            return NativeKernel(threads) if library() else Avx2Kernel(threads)
-        if engine == "native":
-            raise ShardIndexError(
-                f"engine 'native' cannot search on {device!r} here; it needs a CPU with AVX2 and mvr_ray installed "
-                f"with a C compiler; use engine 'auto'"
-            )
-    has_torch = importlib.util.find_spec("torch") is not None
-    if engine == "numpy" or (engine == "auto" and not has_torch):
-        if device != "cpu":
-            raise ShardIndexError(f"cannot search on device {device!r} without torch; install torch or use 'cpu'")
-        return NumpyKernel()
-    if not has_torch:
-        raise ShardIndexError("engine is 'torch', and torch is not installed; install it or use engine 'numpy'")
+def make_kernel(device: str = "cpu", threads: int | None = None) -> Kernel:
+    """Create the fastest kernel of a device: compiled loops on a CPU that supports them if they were built, else torch.
+    Raises ShardIndexError for a device that is not there."""
+    if device == "cpu" and library_avx2() is not None:
+        return NativeKernel(threads) if library() else Avx2Kernel(threads)
     import torch
 
     if threads is not None and threads != torch.get_num_threads():

@@ -156,7 +156,7 @@ def select_candidates(
 
 
 class NumpyKernel(Kernel):
-    """Computes scores in numpy, on machines without torch."""
+    """Computes scores in numpy."""
 
     vectors_per_step = CPU_STEP
 
