@@ -394,17 +394,6 @@ def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size:
     _write(path, _STATISTICS, {"term": terms, "frequency": counts, "size": size}, rule)
 
 
-class LexicalIndex(NamedTuple):
-    """The postings of one shard with the statistics of its corpus."""
-
-    postings: Postings
-    statistics: CorpusStatistics
-
-    def scores(self, words: Sequence[str]) -> FloatArray:
-        """Compute the float32 score of every passage [P]; 0 without any of the words. Words may repeat."""
-        return self.postings.scores(words, self.statistics)
-
-
 @cache
 def _stemmer(language: str) -> Any:
     """Return the stemmer of a language, None if this version of Snowball has none."""

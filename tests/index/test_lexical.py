@@ -19,7 +19,6 @@ from mvr_ray.index import lexical
 from mvr_ray.index.lexical import (
     ENGLISH,
     CorpusStatistics,
-    LexicalIndex,
     Postings,
     WordCounts,
     WordRule,
@@ -57,8 +56,8 @@ def make_shards(folder: Path, passages: list[Passage], num_shards: int) -> list[
     return shards
 
 
-def open_words(folder: Path, name: str) -> LexicalIndex:
-    return LexicalIndex(Postings(folder / f"{name}.arrow"), CorpusStatistics(folder / "statistics.arrow"))
+def open_words(folder: Path, name: str) -> tuple[Postings, CorpusStatistics]:
+    return Postings(folder / f"{name}.arrow"), CorpusStatistics(folder / "statistics.arrow")
 
 
 def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
@@ -78,8 +77,8 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
     for words in ENGLISH.tokenize(questions):
         known_words = [word for word in words if word in oracle.vocab_dict]
         expected_P = oracle.get_scores(known_words) if known_words else np.zeros(len(passages), np.float32)
-        for own, index in zip(shards, indexes):
-            score_P = index.scores(words)
+        for own, (postings, statistics) in zip(shards, indexes):
+            score_P = postings.scores(words, statistics)
             assert score_P.dtype == np.float32
             np.testing.assert_array_equal(score_P, expected_P[[row_of[passage.id] for passage in own]])
             num_scored += int((score_P > 0).sum())
@@ -200,11 +199,11 @@ def test_words_of_files_of_the_second_format_are_those_of_their_rule():
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     make_shards(tmp_path, passages, 1)
-    index = open_words(tmp_path, "0")
+    postings, statistics = open_words(tmp_path, "0")
     for words in ENGLISH.tokenize(questions[:20]):
-        score_P = index.scores(words)
+        score_P = postings.scores(words, statistics)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
-            assert index.statistics.score(words, ENGLISH.count_words([passages[row]])[0]) == score_P[row]
+            assert statistics.score(words, ENGLISH.count_words([passages[row]])[0]) == score_P[row]
 
 
 def test_a_word_is_looked_up_once_in_each_file_however_many_shards_and_questions_have_it(tmp_path, monkeypatch):
@@ -213,18 +212,20 @@ def test_a_word_is_looked_up_once_in_each_file_however_many_shards_and_questions
     lookups, find = [], lexical._find
     monkeypatch.setattr(lexical, "_find", lambda *args: (lookups.append(args), find(*args))[1])
     statistics = CorpusStatistics(tmp_path / "statistics.arrow")
-    indexes = [LexicalIndex(Postings(tmp_path / f"{number}.arrow"), statistics) for number in range(4)]
-    first, second = ([index.scores(["red", "river", "zzyzx"]) for index in indexes] for _ in range(2))
+    shards, words = [Postings(tmp_path / f"{number}.arrow") for number in range(4)], ["red", "river", "zzyzx"]
+    first, second = ([postings.scores(words, statistics) for postings in shards] for _ in range(2))
     assert all(np.array_equal(*both) for both in zip(first, second))
     assert len(lookups) == 4 * 3 + 2  # words of each shard, and those that any has in the statistics
 
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
     make_shards(tmp_path, passages, 1)
-    index = open_words(tmp_path, "0")
-    once, twice = index.scores(["team"]), index.scores(["team", "zzyzx", "team"])
+    postings, statistics = open_words(tmp_path, "0")
+    once, twice, none, unknown = (
+        postings.scores(words, statistics) for words in (["team"], ["team", "zzyzx", "team"], [], ["zzyzx"])
+    )
     assert once.any() and np.array_equal(twice, once + once)
-    assert not index.scores([]).any() and not index.scores(["zzyzx"]).any()
+    assert not none.any() and not unknown.any()
 
 
 def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path, passages):
@@ -234,9 +235,10 @@ def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path,
     write_postings([], tmp_path / "empty.arrow")
     shards = [Postings(tmp_path / name).whole for name in ("empty.arrow", "a")]
     write_statistics(shards, tmp_path / "statistics.arrow")
-    assert open_words(tmp_path, "empty").scores(["team"]).shape == (0,)
+    postings, statistics = open_words(tmp_path, "empty")
+    assert postings.scores(["team"], statistics).shape == (0,)
     lengths = [len(words) for words in ENGLISH.tokenize([indexed_text(passage) for passage in passages[:50]])]
-    assert CorpusStatistics(tmp_path / "statistics.arrow").mean_length == np.mean(lengths)
+    assert statistics.mean_length == np.mean(lengths)
 
 
 def test_a_file_of_another_kind_is_refused_by_name(tmp_path, passages):
@@ -284,8 +286,9 @@ def test_files_of_changes_score_and_count_as_files_of_the_passages_now(tmp_path_
             rows = np.array(places, np.int64), np.array(hidden_rows, np.int64)
             write_postings_changes(new_passages, *rows, postings_files[-1])
             write_statistics_changes(statistics, number, change, statistics_files[-1])
-        index = LexicalIndex(Postings(*postings_files), CorpusStatistics(*statistics_files))
-        whole = Postings(folder / f"postings-now{number}"), CorpusStatistics(folder / f"statistics-now{number}")
+        postings, statistics = Postings(*postings_files), CorpusStatistics(*statistics_files)
+        whole = Postings(folder / f"postings-now{number}")
+        whole_statistics = CorpusStatistics(folder / f"statistics-now{number}")
         words = ENGLISH.tokenize([" ".join(WORDS)])[0]
         for own in (words, *([word] for word in words)):
-            np.testing.assert_array_equal(index.scores(own), LexicalIndex(*whole).scores(own))
+            np.testing.assert_array_equal(postings.scores(own, statistics), whole.scores(own, whole_statistics))

@@ -65,7 +65,7 @@ class EmbeddedCorpus:
     @cached_property
     def _info(self) -> CorpusInfo:
         """Read once for all shards of a process."""
-        return _corpus_of(self.store, self.version).info
+        return Corpus.open(self.store, self.version.corpus, self.version.corpus_digest).info
 
     def corpus(self) -> Corpus:
         """Open the corpus anew: parts that were read stay open as long as their corpus."""
@@ -75,7 +75,8 @@ class EmbeddedCorpus:
         """Those of `ids` that a parent has with the same content."""
         if self.parent is None or not ids:
             return set()
-        own, before = self.corpus().get(ids), _corpus_of(self.store, self.parent).get(ids)
+        before = Corpus.open(self.store, self.parent.corpus, self.parent.corpus_digest).get(ids)
+        own = self.corpus().get(ids)
         return {name for name in own.keys() & before.keys() if _has_same_content(own[name], before[name])}
 
     def embeddings(self, shard: int) -> EmbeddingShard:
@@ -434,10 +435,6 @@ def _ids_of_same_content(source: EmbeddedCorpus, passages: Mapping[str, Passage]
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
     return ids_by_name
-
-
-def _corpus_of(store: Store, version: Manifest) -> Corpus:
-    return Corpus.open(store, version.corpus, version.corpus_digest)
 
 
 def _has_same_content(one: Passage, other: Passage) -> bool:

@@ -170,7 +170,8 @@ def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -
     if not new_passages and not previous and are_whole(store, task.index, files):
         return ShardWords(files, change)
     new_files = _write_changes(task, files, old, part, changes)
-    return ShardWords(new_files or _write_postings(task, part.passages()), change)
+    whole = () if new_files else (_add(task, lambda path: write_postings(part.passages(), path, task.rule)),)
+    return ShardWords(new_files or whole, change)
 
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
@@ -298,10 +299,6 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
         return _merged_statistics(task, files, change)
     num_files = 1 + num_kept(sizes, num_own)
     return *files[:num_files], _add(task, lambda path: write_statistics_changes(before, num_files, change, path))
-
-
-def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> Files:
-    return (_add(task, lambda path: write_postings(passages, path, task.rule)),)
 
 
 def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:

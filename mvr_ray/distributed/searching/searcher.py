@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import check_queries, distinct
+from mvr_ray.core.searching.exact import check_queries, distinct, no_hits
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.file_limit import raise_file_limit, translate_open_errors
@@ -36,13 +36,13 @@ from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardI
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.flat import CODES_FILE
 from mvr_ray.index.kinds import open_index
-from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings
+from mvr_ray.index.lexical import CorpusStatistics, Postings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import CountedHits, FleetCounts, FloatArray, IntArray, ShardHits
+from mvr_ray.types import CountedHits, FleetCounts, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class ShardSearcher:
                 mask_P = self._mask(version, shard, open_shard, request.filter)
                 if request.hybrid:
                     lexical = self._get_words(version, shard, call)
-                    words = words or lexical.statistics.rule.tokenize(request.hybrid.texts)  # the same for every shard
+                    words = words or lexical[1].rule.tokenize(request.hybrid.texts)  # the same for every shard
                     result = _scan_hybrid(open_shard, lexical, shard, request, words, mask_P)
                 else:
                     result = _scan(open_shard, shard, request.queries_QD, request.k, mask_P)
@@ -342,10 +342,11 @@ class ShardSearcher:
     def _get_open(self, version: _Version, shard: int, call: str = "") -> OpenShard:
         return self._get(version, version.parts[shard][0], call)
 
-    def _get_words(self, version: _Version, shard: int, call: str) -> LexicalIndex:
+    def _get_words(self, version: _Version, shard: int, call: str) -> tuple[Postings, CorpusStatistics]:
         words = version.parts[shard][1:]
         assert words, "the router refuses hybrid searches of a version without words"
-        return LexicalIndex(*(self._get(version, part, call) for part in words))
+        postings, statistics = (self._get(version, part, call) for part in words)
+        return postings, statistics
 
     def _get(self, version: _Version, part: Part, call: str) -> Any:
         """The value of a part, which this call opens if necessary. Raises _DamagedError if its files are damaged."""
@@ -525,7 +526,7 @@ def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int
 
 def _scan_hybrid(
     open_shard: OpenShard,
-    lexical: LexicalIndex,
+    lexical: tuple[Postings, CorpusStatistics],
     shard: int,
     request: ScanRequest,
     words: Sequence[Sequence[str]],
@@ -539,12 +540,13 @@ def _scan_hybrid(
     queries_QD, rows_P = check_queries(request.queries_QD, index.dimension), table.scorable_rows
     rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(request.k, index.num_passages)
     weight, rescore = request.hybrid.weight, partial(table.rescore, queries_QD)
+    postings, statistics = lexical
 
     def search(queries: IntArray, depth: int) -> CountedHits:
         return index.search_with_counts(queries_QD[queries], depth, mask_P)
 
     def lexical_scores(query: int) -> FloatArray:
-        return lexical.scores(words[query])
+        return postings.scores(words[query], statistics)
 
     if weight == "words":
         counted_hits = lexical_search(rescore, lexical_scores, rows_P, len(queries_QD), k)
@@ -559,9 +561,7 @@ def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mas
     if index is not None:
         counted_hits = index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P)
     else:
-        rows_Q0, frontier_Q = np.zeros((num_queries, 0), np.int64), np.full(num_queries, -np.inf, np.float32)
-        hits = ShardHits(rows_Q0, rows_Q0.astype(np.float32), rows_Q0.astype(np.int16), frontier_Q)
-        counted_hits = CountedHits(hits, np.zeros(num_queries, np.int64))
+        counted_hits = CountedHits(no_hits(num_queries, 0), np.zeros(num_queries, np.int64))
     return as_result(shard, counted_hits, open_shard.ids)
 
 
