@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import LocalSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.searcher import LocalSearchers, version_name
 from mvr_ray.distributed.searching.version_cache import VersionLoader
 from mvr_ray.errors import (
     DamagedShardsError,
@@ -47,6 +47,9 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray, Hit, SwapState
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class HotSwapRouter:
         self,
         store: Store,
         manifest: Manifest,
-        searchers: Searchers,
+        searchers: "LocalSearchers | RemoteSearchers",
         *,
         batching: bool = False,
         max_waiting: int = version_cache.MAX_WAITING,

@@ -96,6 +96,7 @@ class RemoteSearchers:
         return self.assignments[manifest.version]
 
     def load(self, manifest: Manifest) -> None:
+        """Open and probe a version as `LocalSearchers.load` does; raises ResourceError for a dead searcher too."""
         with self.change_lock:
             self.assign(manifest)
             try:
@@ -182,7 +183,7 @@ class RemoteSearchers:
         return ShardResults([one for part in parts for one in part.results], failures)
 
     def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
-        """Bypasses the request queues."""
+        """Search as `LocalSearchers.exact` does, past the request queues."""
         version = manifest.version
         refs = [
             actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, assignment.shards, version)

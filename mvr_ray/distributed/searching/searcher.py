@@ -6,7 +6,7 @@ views of a shard, the words of a shard, and the statistics of all words. A part'
 their digests before they are opened; versions that name the same part (by its digests) share it. The answer reports a
 damaged shard and has the results of the others. A searcher also returns the stored views of passages.
 
-`Fleet` and `Searchers` are the protocols of all holders of shards; here is the one in this process, without Ray.
+`Fleet` is the protocol of all holders of shards; here is the one in this process, without Ray (`fleet`: in actors).
 
 Shapes: Q queries, K hits, D dimension.
 """
@@ -434,28 +434,9 @@ class Fleet(Protocol):
         ...
 
 
-class Searchers(Fleet, Protocol):
-    """A fleet that opens and drops versions of one index; a search opens the shards that are not open."""
-
-    def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
-        """Search every shard of a version exhaustively for the true best k; omits those that cannot be opened."""
-        ...
-
-    def load(self, manifest: Manifest) -> None:
-        """Open all shards of a version, and probe them.
-
-        Raises ResourceError for too little memory or a dead searcher, StorageError for a damaged file; then nothing of
-        the version stays open.
-        """
-        ...
-
-    def drop(self, version: int) -> None: ...
-
-    def counts(self) -> FleetCounts: ...
-
-
 class LocalSearchers:
-    """Searches versions of an index with one searcher in this process; ignores deadlines."""
+    """Opens, searches and drops versions of an index with one searcher in this process; ignores deadlines. A search
+    opens the shards that are not open."""
 
     def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
@@ -473,9 +454,15 @@ class LocalSearchers:
         return self.searcher.views(ids, version)
 
     def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
+        """Search every shard of a version exhaustively for the true best k; omits those that cannot be opened."""
         return self.searcher.exact(queries_QD, k, _all_shards(manifest), manifest.version)
 
     def load(self, manifest: Manifest) -> None:
+        """Open all shards of a version, and probe them.
+
+        Raises ResourceError for too little memory, StorageError for a damaged file; then nothing of the version stays
+        open.
+        """
         needs = assignment_bytes(manifest, _all_shards(manifest))
         require_memory(version_name(manifest), [needs], [self.searcher.memory()], self.limit_bytes)
         try:
