@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mvr_ray.core.searching.codes import encode
+from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.cuda_scan import DeviceRows, FusedKernel
-from mvr_ray.core.searching.kernels import NumpyKernel
 from mvr_ray.core.searching.scan import Scan, score_error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -143,7 +142,7 @@ def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
     vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
     codes, kernel = encode(vectors_ND), FusedKernel("cpu")
     assert kernel.input_rounding == 2.0**-11
-    wide_ND = NumpyKernel().prepare_rows(codes.codes_ND, codes.scale_N[:, None])
+    wide_ND = decode(codes.codes_ND, codes.scale_N)
     rows = DeviceRows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
     assert kernel.max_norm(rows) == pytest.approx(float(np.linalg.norm(wide_ND, axis=1).max()), rel=1e-6)
     assert (score_error(np.ones(1), 1.0, 384, 2.0**-11) > score_error(np.ones(1), 1.0, 384, 0.0)).all()

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy_kernel import NumpyKernel, numpy_index
 
 from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
-from mvr_ray.core.searching.kernels import MANY_SCORES, NumpyKernel, PreparedQueries, TorchKernel, select_candidates
+from mvr_ray.core.searching.kernels import MANY_SCORES, PreparedQueries, TorchKernel, select_candidates
 from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_queries
 from mvr_ray.core.searching.native import NativeKernel, library, library_avx2
 from mvr_ray.core.searching.scan import Scan
@@ -84,7 +85,7 @@ def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
     kernel.vectors_per_step, kernel.threads = 32_768, 8
     scan = Scan(blocks, kernel)
     assert len(scan.steps) >= kernel.threads
-    assert as_bytes(scan.search(batch, 3)) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 3))
+    assert as_bytes(scan.search(batch, 3)) == as_bytes(numpy_index(blocks).search(batch, 3))
 
 
 @pytest.mark.parametrize("new_kernel", KERNELS)
@@ -233,7 +234,7 @@ def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_fast
     faster = dtype == "float16" and index.scan.kernel.halves_are_faster
     assert index.scan_for(9).has_codes != faster
     assert index.scan_for(1).has_codes
-    assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], kernel=NumpyKernel()).search(batch, 9))
+    assert as_bytes(index.search(batch, 9)) == as_bytes(numpy_index([block]).search(batch, 9))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy_kernel import numpy_index
 
 from mvr_ray.core.refining import native_step
 from mvr_ray.core.searching import native
 from mvr_ray.core.searching.codes import decode, encode
-from mvr_ray.core.searching.exact import BlockTable, Pairs
-from mvr_ray.core.searching.kernels import NumpyKernel, StepViews
+from mvr_ray.core.searching.exact import Pairs
+from mvr_ray.core.searching.kernels import StepViews
 from mvr_ray.core.searching.scan import Scan, score_error
 from mvr_ray.index.flat import FlatIndex
 
@@ -75,7 +76,7 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
     actual = Scan(blocks, kernel, codes=codes).search(batch, 9)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 9))
+    assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 9))
 
 
 avx2 = pytest.mark.skipif(native.library_avx2() is None, reason="not compiled, or a processor without AVX2")
@@ -103,7 +104,7 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
     kernel = native.Avx2Kernel(threads)
     kernel.vectors_per_step = step
     chance_P = np.random.default_rng(seed).random(sum(len(block.ids) for block in blocks))
-    plain = FlatIndex(blocks, kernel=NumpyKernel())
+    plain = numpy_index(blocks)
     scan = Scan(blocks, kernel, codes=codes, views_a_step=0)
     for mask_P in (None, chance_P < 0.03, chance_P < 0.5, chance_P < 1):
         assert as_bytes(scan.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
@@ -117,7 +118,7 @@ def test_a_few_queries_under_a_filter_read_what_passes_alone(shard, queries, wit
     index, mask_P = FlatIndex(blocks, codes=codes), np.arange(400) % 4 == 0
     assert isinstance(index.scan_for(3, 0.25).kernel, native.Avx2Kernel)
     assert isinstance(index.scan_for(9, 0.25).kernel, native.NativeKernel if native.library() else native.Avx2Kernel)
-    plain = FlatIndex(blocks, kernel=NumpyKernel())
+    plain = numpy_index(blocks)
     assert as_bytes(index.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
 
 
@@ -181,7 +182,7 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
     kernel.vectors_per_step = 20
     batch = queries(seed, num_queries, dimension)
     actual = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
-    assert as_bytes(actual) == as_bytes(FlatIndex([block], kernel=NumpyKernel()).search(batch, 9))
+    assert as_bytes(actual) == as_bytes(numpy_index([block]).search(batch, 9))
 
 
 @built
@@ -191,7 +192,7 @@ def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     actual = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 5))
+    assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 5))
 
 
 @pytest.mark.skipif((native.library() or native.library_avx2()) is None, reason="not compiled, or an older processor")
@@ -215,7 +216,7 @@ def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
     pairs = Pairs(rng.integers(0, 3, 50), rng.integers(0, 30, 50))
     assert all(map(native.rows_of, blocks))
     with np.errstate(over="ignore"):
-        fast, plain = (BlockTable(blocks, use_native=use_native).rescore(batch, pairs) for use_native in (True, False))
+        fast, plain = (index.scan.table.rescore(batch, pairs) for index in (FlatIndex(blocks), numpy_index(blocks)))
     finite_M = np.isfinite(plain.score_M)
     assert fast.score_M.tobytes() == plain.score_M.tobytes()
     assert as_bytes(fast.take(finite_M)) == as_bytes(plain.take(finite_M))
@@ -275,7 +276,7 @@ def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, que
     actual = Scan(blocks, kernel).search(batch, 20)
     assert len(steps) > 20
     assert all(steps)
-    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, kernel=NumpyKernel()).search(batch, 20))
+    assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 20))
 
 
 @short

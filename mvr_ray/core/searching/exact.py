@@ -103,13 +103,11 @@ def check_k(k: int) -> int:
 class BlockTable:
     """The blocks of one shard by row. Copies no vector."""
 
-    def __init__(
-        self, blocks: Sequence[EmbeddingBlock], rows: Sequence[IntArray] | None = None, *, use_native: bool = True
-    ) -> None:
-        """`rows` as in `StoredBlocks`. `use_native`: score with the compiled loops of `native` where available."""
+    def __init__(self, blocks: Sequence[EmbeddingBlock], rows: Sequence[IntArray] | None = None) -> None:
+        """`rows` as in `StoredBlocks`."""
         self.block_rows = None if rows is None else [own for own, block in zip(rows, blocks) if len(block.ids)]
         self.blocks = [block for block in blocks if len(block.ids)]
-        self.compiled_rows = [native.rows_of(block) if use_native else None for block in self.blocks]
+        self.compiled_rows = [native.rows_of(block) for block in self.blocks]
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
         if len(dimensions) != 1:
             raise ShardIndexError(

@@ -1,4 +1,4 @@
-"""Compute approximate scores of one step of a scan, in numpy or torch (CPU or GPU); `native` has the compiled loops.
+"""Compute approximate scores of one step of a scan in torch, on a CPU or a GPU; `native` has the compiled loops.
 
 A kernel multiplies, takes the best view of each passage, and returns the passages that may still be among the best k.
 Its error has a known bound, and `exact` scores its candidates exactly, so all kernels give the same hits.
@@ -155,32 +155,7 @@ def select_candidates(
     return Candidates(query_M[is_candidate_M], passage_M[is_candidate_M], upper_M[is_candidate_M])
 
 
-class NumpyKernel(Kernel):
-    """Computes scores in numpy."""
-
-    vectors_per_step = CPU_STEP
-
-    def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:
-        vectors_ND = rows_ND.astype(np.float32, copy=False)
-        return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
-
-    def max_norm(self, step_rows: Any) -> float:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.sqrt(np.einsum("nd,nd->n", step_rows, step_rows).max()))
-
-    def candidates(self, queries: PreparedQueries, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
-        best_QP = self.best_views(queries.queries_QD, step_rows, views.counts_P, views.uniform)
-        return select_candidates(queries, self.get(best_QP).T, error_Q, views.mask_P)
-
-    def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
-        """Compute best_QP, each passage's best inner product."""
-        scores_QN = queries_QD @ step_rows.T
-        if uniform:
-            return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
-        return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
-
-
-class TorchKernel(NumpyKernel):
+class TorchKernel(Kernel):
     """Computes scores in torch on a CPU or a GPU, with torch's own threads."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -229,7 +204,12 @@ class TorchKernel(NumpyKernel):
         queries.input_rounding = self.input_rounding
         return queries
 
+    def candidates(self, queries: PreparedQueries, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
+        best_QP = self.best_views(queries.queries_QD, step_rows, views.counts_P, views.uniform)
+        return select_candidates(queries, self.get(best_QP).T, error_Q, views.mask_P)
+
     def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
+        """Compute best_QP, each passage's best inner product."""
         import torch
 
         scores_NQ = step_rows @ queries_QD.T  # a passage's views are whole rows: the maximum vectorises over Q

@@ -68,7 +68,7 @@ from mvr_ray.core.searching.exact import (
     no_hits,
     ranks,
 )
-from mvr_ray.core.searching.kernels import Coarse, Kernel, NumpyKernel, StepViews
+from mvr_ray.core.searching.kernels import Coarse, Kernel, StepViews
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
@@ -198,7 +198,7 @@ class Scan:
         candidates_at_once: int = CANDIDATES_AT_ONCE,
         views_a_step: int = VIEWS_A_STEP,
     ) -> None:
-        self.table = BlockTable(blocks, rows, use_native=type(kernel) is not NumpyKernel)
+        self.table = BlockTable(blocks, rows)
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.views_a_step = views_a_step
