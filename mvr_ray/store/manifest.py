@@ -368,6 +368,12 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
     return read_version(store, index, versions[-1] if version is None else version)
 
 
+def live_corpus(store: Store, index: str) -> Corpus:
+    """Open the corpus of the live version."""
+    live = read(store, index)
+    return Corpus.open(store, live.corpus, live.corpus_digest)
+
+
 def read_version(store: Store, index: str, version: int) -> Manifest:
     """Read a version's manifest by its number, without a listing."""
     path = paths.manifest(index, version)

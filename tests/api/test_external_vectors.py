@@ -199,10 +199,10 @@ def test_a_file_of_other_columns_is_refused(index: Index, tmp_path: Path):
     ],
 )
 def test_wrong_vectors_are_refused_before_anything_changes(index: Index, vectors, problem: str):
-    corpus = index._live_corpus().digest
+    corpus = index.manifest.corpus_digest
     with pytest.raises(DataError, match=problem):
         index.upsert([("p3", "A new text.")], vectors=vectors)
-    assert (index.manifest.version, index._live_corpus().digest) == (1, corpus)
+    assert (index.manifest.version, index.manifest.corpus_digest) == (1, corpus)
 
 
 def test_a_build_names_the_passages_without_vectors_and_publishes_nothing(tmp_path: Path):
@@ -249,7 +249,7 @@ def test_vectors_of_chunks_have_the_ids_of_chunks_also_in_an_upsert(tmp_path: Pa
     settings, ids = {"prepare": {"chunk_words": 3}}, ["p0#0", "p0#1", "p1#0", "p1#1"]
     vectors = {name: unit(1, D) for name in ids}
     with Index.build(PASSAGES[:2], vectors=vectors, path=tmp_path, settings=settings) as index:
-        corpus = index._live_corpus().digest
+        corpus = index.manifest.corpus_digest
         new = [("p9", "Four words of text."), PASSAGES[0]]
         for wrong, problem in (({"p9": unit(D)}, "has no passage p9;"), ({"p9#0": unit(D)}, "lacks those of p9#1")):
             with pytest.raises(DataError, match=problem):
@@ -267,7 +267,7 @@ def test_a_change_that_was_cut_short_waits_for_its_vectors_before_others(index: 
 
     vectors, new = {**VECTORS, "p91": unit(1, D), "p92": unit(1, D)}, [("p92", "Another new text.")]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mvr_ray.api.index._index", cut_short)
+        patch.setattr("mvr_ray.distributed.indexing.build_index.index", cut_short)
         index.upsert([("p91", "A new text.")], vectors={"p91": vectors["p91"]})
     corpus = Corpus.open(index._store, "corpus").digest
     with Index.open(tmp_path / "own") as other:

@@ -41,9 +41,10 @@ from llama_index.core.schema import TextNode
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
-from mvr_ray.api import index as api_index
+from mvr_ray.api import searching
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
+from mvr_ray.api.run_settings import with_settings
 from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
@@ -566,7 +567,7 @@ def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_sto
 def test_one_version_answers_all_queries_of_a_call_whatever_other_threads_publish(index: Index, monkeypatch):
     search, change = SearchService.search, once(lambda: index.delete(["p1"]), "searched")
     monkeypatch.setattr(SearchService, "search", lambda *own: (search(*own), change("searched", 0, 0))[0])
-    monkeypatch.setattr(api_index, "BATCH_QUERIES", 1)
+    monkeypatch.setattr(searching, "BATCH_QUERIES", 1)
     first, second = index.search(["Who built tower 1?"] * 2, k=30)
     assert [hit.id for hit in first] == [hit.id for hit in second]
     assert index.manifest.version == 2
@@ -1011,9 +1012,9 @@ def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, 
 def test_a_roll_back_during_an_upsert_stays(index: Index, at: str, monkeypatch: pytest.MonkeyPatch):
     index.upsert([("p1", "A bad text.")])
     with Index(index.run) as rival:
-        progress, publish = once(lambda: rival.rollback(1), at), api_index._index
+        progress, publish = once(lambda: rival.rollback(1), at), build_index.index
         monkeypatch.setattr(
-            api_index, "_index", lambda *own, **two: (progress("publish", 0, 0), publish(*own, **two))[1]
+            build_index, "index", lambda *own, **two: (progress("publish", 0, 0), publish(*own, **two))[1]
         )
         index.upsert([("new", "Text.")], progress=progress)
     assert index.passages(["new", "p1"])["p1"].text == ROWS[1]["text"]
@@ -1758,7 +1759,7 @@ def test_a_setting_that_is_absent_stays_absent_when_others_are_given(tiny_backbo
     for path in (tmp_path / "one", run_file):
         for threads in ({}, {"torch_threads": 1}):
             other = Index.open(path, settings={"resources": threads})
-            for run in (other.run, other._with(serve={"port": 1})):
+            for run in (other.run, with_settings(other.run, serve={"port": 1})):
                 assert run.resources.model_fields_set == set(threads)
             resources = index.run.resources.model_copy(update=threads)
             assert other.run == index.run.model_copy(update={"store": other.run.store, "resources": resources})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mvr_ray import Index
+from mvr_ray.api.run_settings import with_settings
 from mvr_ray.core.learning import losses
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.distributed.training.steps import OwnLoss
@@ -122,7 +123,7 @@ def test_rankings_are_those_of_a_search_and_of_the_file_that_the_stage_writes(in
         assert [(hit.id, hit.view) for hit in one.passages] == [(hit.id, hit.view) for hit in hits]
         assert [hit.score for hit in one.passages] == pytest.approx([hit.score for hit in hits], abs=1e-5)
         assert [hit.has_answer for hit in one.passages] == [one.question.answers[0] in hit.text for hit in hits]
-    run = index._with(retrieve={"k": 5}, search={"hybrid": hybrid})
+    run = with_settings(index.run, retrieve={"k": 5}, search={"hybrid": hybrid})
     retrieve(run, "towers", tmp_path / "run.trec", "trec")
     lines = [line.split() for line in (tmp_path / "run.trec").read_text().splitlines()]
     ids = [[hit.id for hit in one.passages] for one in ranking]

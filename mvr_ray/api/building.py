@@ -1,0 +1,95 @@
+"""Builds an index: prepares passages, publishes a version over them, and writes the run file of the store."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvr_ray.api import rows
+from mvr_ray.api.progress import progress_callback
+from mvr_ray.api.run_settings import absolute, sections, with_settings
+from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store, without_keys
+from mvr_ray.store.formats.view_vectors import write_pairs
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import parent_corpus
+from mvr_ray.types import Progress
+
+GIVEN_BY_ARGUMENTS = (
+    ("store", "path", "path"),
+    ("encoder", "backbone", "model"),
+    ("prepare", "sources", "passages"),
+    ("index", "vectors", "vectors"),
+)
+"""Section and key of a setting that `Index.build` refuses, and the argument in its place."""
+
+
+def build(
+    passages: Any,
+    model: str | Path,
+    path: str | Path,
+    vectors: Any,
+    settings: Mapping[str, Mapping[str, Any]] | None,
+    progress: Progress | bool | None,
+) -> RunConfig:
+    """Build an index as `Index.build` says; returns its run."""
+    sources = rows.sources_of(passages)
+    own = sections(settings)
+    for section, key, argument in GIVEN_BY_ARGUMENTS:
+        if key in own.get(section, {}):
+            raise ConfigError(f"Index.build: settings has {section}.{key}; give {argument}= instead")
+    own["store"] = {**own.get("store", {}), "path": absolute(path)}
+    backbone = absolute(model) if isinstance(model, Path) else model
+    own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
+    own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
+    run = parse_run(own, "Index.build")
+    store = Store(run.store.path)
+    records = None if sources else rows.passage_records(passages)
+    from mvr_ray.distributed.indexing.build_index import index  # imports torch
+
+    with progress_callback(progress) as callback, vectors_file(store, vectors) as file:
+        own_run = with_settings(run, index={"vectors": file})
+        _require_buildable(own_run)  # before the last corpus, which updates start from, is replaced
+        before = None
+        with suppress(MissingInputError):
+            before = parent_corpus(store, run.prepare.corpus, run.index.name)
+        report = prepare(run.prepare, store, callback, records, run.evaluate.match)
+        try:
+            manifest = index(own_run, callback)
+        except DataError:  # vectors that do not fit the passages
+            last = Corpus.open(store, run.prepare.corpus)
+            if before and last.digest == report.digest:
+                before.publish(after=last.number)  # from which the live version's changes go on
+            raise
+    if vectors is not None:
+        run = with_settings(run, index={"encoder": manifest.encoder_fingerprint})
+    own_settings = run.model_dump(mode="json", exclude_unset=True)
+    run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
+    store.write_bytes(paths.RUN_FILE, run_file.encode())
+    return run
+
+
+@contextmanager
+def vectors_file(store: Store, vectors: Any) -> Iterator[str | None]:
+    """Yield the file of vectors, which is made of others than a path; None without any."""
+    if vectors is None or isinstance(vectors, str | Path):
+        yield None if vectors is None else absolute(vectors)
+        return
+    with store.scratch() as folder:
+        write_pairs(folder / "vectors.parquet", vectors)
+        yield str(folder / "vectors.parquet")
+
+
+def _require_buildable(run: RunConfig) -> None:
+    """Raise what `index` would raise of the encoder, of the index parameters and of vectors without their passages."""
+    from mvr_ray.distributed.encoders import encoder_dimension
+    from mvr_ray.distributed.indexing.external_vectors import read_external
+    from mvr_ray.distributed.indexing.staging import checked_params
+
+    file = run.index.vectors
+    checked_params(run, read_external(run, file).encoder.dimension if file else encoder_dimension(run))

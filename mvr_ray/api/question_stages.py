@@ -1,0 +1,175 @@
+"""Stores questions and judgements of a caller, and runs the stages that take questions over an index."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mvr_ray.api import rows
+from mvr_ray.api.run_settings import with_settings
+from mvr_ray.config import RunConfig
+from mvr_ray.config.train import check_train
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.serving.schemas import Hybrid, is_text
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.corpus import Corpus, question_sets
+from mvr_ray.store.feedback import copy_judgements
+from mvr_ray.store.files import Store
+from mvr_ray.store.filters import to_plain_filter
+from mvr_ray.store.formats.records import PassageId
+from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_questions, require_gold_passages
+from mvr_ray.types import Progress, Question
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.evaluate import EvaluationReport
+    from mvr_ray.distributed.refinement.report import RefineReport
+    from mvr_ray.distributed.train import TrainedModel
+    from mvr_ray.store.formats.rankings import RankedQuestion
+
+
+def judgement_lines(judgements: Iterable[tuple[str, PassageId, int]]) -> list[str]:
+    """Return judgements as lines of a feedback file. Raises DataError for a wrong one."""
+    lines = []
+    for number, judgement in enumerate(rows.rows_of(judgements)):
+        match judgement:
+            case (str() as question, passage, (1 | -1) as label) if (
+                question.strip() and rows.is_id(passage) and label is not True
+            ):
+                row = {"question": question, "passage_id": str(passage), "label": int(label)}
+                for name, text in (("question", question), ("passage id", str(passage))):
+                    if not is_text(text):
+                        raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
+                lines.append(json.dumps(row, ensure_ascii=False))
+            case _:
+                raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
+    return lines
+
+
+def store_questions(run: RunConfig, questions: Any, name: str) -> str:
+    """Store a set with the live version's corpus, as `Index.add_questions` says; returns its name."""
+    with_settings(run, evaluate={"questions": [name]})
+    corpus = _live_corpus(run)
+    own = _with_chunks(run, corpus, rows.questions_of(questions), name)
+    require_gold_passages(name, own, corpus)
+    add_questions(corpus, name, own)  # also to the corpus of a change that waits for `index`
+    return name
+
+
+def refine(run: RunConfig, questions: Any, progress: Progress, settings: Mapping[str, Any]) -> "RefineReport":
+    """Refine the live version, as `Index.refine` says."""
+    from mvr_ray.distributed import refine as stage
+
+    own = dict(settings)
+    if questions is not None:
+        if run.refine.feedback and "feedback" not in own:
+            raise ConfigError(
+                f"refine: questions are given, but the run file's refine.feedback, {run.refine.feedback}, "
+                f"would be learned from instead; pass feedback=None, or leave the questions out"
+            )
+        own["questions"] = _set_of(run, questions, "refine")
+    elif not {"questions", "feedback"} & set(own):
+        store = Store(run.store.path)
+        path = copy_judgements(store, run.index.name)
+        if path is None:
+            raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
+        own["feedback"] = str(store.local_path(path).absolute())
+    return stage.refine(with_settings(run, refine=own), progress)
+
+
+def train(
+    run: RunConfig,
+    questions: Any,
+    dev: Any,
+    loss: str | Callable[..., Any] | None,
+    progress: Progress,
+    settings: Mapping[str, Any],
+) -> "TrainedModel":
+    """Train an encoder, as `Index.train` says."""
+    from mvr_ray.distributed import train as stage
+
+    own = dict(settings)
+    for key, value in (("questions", questions), ("dev_questions", dev)):
+        if value is not None:
+            own[key] = _set_of(run, value, "train")
+    if isinstance(loss, str):
+        own["loss"] = loss
+    workers = {} if "train_workers" in run.resources.model_fields_set else {"train_workers": 0}
+    live = manifests.read(Store(run.store.path), run.index.name)
+    run = with_settings(run, train=own, resources=workers, prepare={"corpus": live.corpus})
+    check_train(run.train)
+    return stage.train(run, progress, None if isinstance(loss, str) else loss, live.corpus_digest)
+
+
+def evaluate(
+    run: RunConfig, questions: Any, k: int | Sequence[int], hybrid: Hybrid, progress: Progress
+) -> "EvaluationReport":
+    """Measure the live version, as `Index.evaluate` says."""
+    from mvr_ray.distributed import evaluate as stage
+    from mvr_ray.distributed.retrieve import QuestionSet
+
+    corpus, name, sets = _live_corpus(run), "evaluate", None
+    own = _questions(corpus, questions)
+    if isinstance(own, str):
+        name = own
+    else:
+        sets = [QuestionSet(name, _with_chunks(run, corpus, own, name))]
+    depths = list(k) if isinstance(k, Iterable) else [k]
+    run = with_settings(run, evaluate={"questions": [name], "k": depths}, search=_weight(hybrid))
+    return stage.evaluate(run, progress, sets)
+
+
+def retrieve(
+    run: RunConfig, questions: Any, k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid, progress: Progress
+) -> "list[RankedQuestion]":
+    """Rank passages of the live version for questions, as `Index.retrieve` says."""
+    from mvr_ray.distributed.retrieve import QuestionSet, RankSettings, question_set, rank_questions
+    from mvr_ray.distributed.router import open_router
+
+    store = Store(run.store.path)
+    live = manifests.read(store, run.index.name)
+    corpus = Corpus.open(store, live.corpus, live.corpus_digest)
+    own = _questions(corpus, questions)
+    if isinstance(own, str):
+        sets = [question_set(corpus, own)]
+    else:
+        sets = [QuestionSet("retrieve", _with_chunks(run, corpus, own, "retrieve"))]
+    run = with_settings(run, retrieve={"k": k}, search=_weight(hybrid))
+    options = {"match": run.evaluate.match, "filter": to_plain_filter(filter), "hybrid": run.search.hybrid}
+    settings = RankSettings(run.retrieve.k, texts=True, snippets=True, **options)
+    with open_router(run, live.version) as router:
+        return list(rank_questions(run, router, sets, settings, progress))
+
+
+def _set_of(run: RunConfig, questions: Any, use: str) -> str:
+    """Return the name of a stored set, or store the questions under a name of this use."""
+    own = _questions(_live_corpus(run), questions)
+    if isinstance(own, str):
+        return own
+    digest = hashlib.sha256(repr(own).encode(errors="backslashreplace")).hexdigest()
+    return store_questions(run, own, f"{use}-{digest[:12]}")
+
+
+def _questions(corpus: Corpus, questions: Any) -> str | list[Question]:
+    """Return the name of a stored set, or the questions of a file or an iterable."""
+    names = question_sets(corpus)
+    if isinstance(questions, str) and questions in names:
+        return questions
+    try:
+        return rows.questions_of(questions)
+    except MissingInputError as error:
+        known_names = ", ".join(names) or "none"
+        raise MissingInputError(f"{error}, or give the name of a stored set (there are: {known_names})") from None
+
+
+def _live_corpus(run: RunConfig) -> Corpus:
+    return manifests.live_corpus(Store(run.store.path), run.index.name)
+
+
+def _with_chunks(run: RunConfig, corpus: Corpus, questions: list[Question], name: str) -> list[Question]:
+    """Return the questions of a set with the chunks of a corpus in place of gold ids of whole texts."""
+    return carry_to_chunks(corpus, checked_questions(questions, name), run.evaluate.match)
+
+
+def _weight(hybrid: Hybrid) -> dict[str, Any]:
+    """Return the `search` settings of a weight; none if it is absent."""
+    return {} if hybrid is None else {"hybrid": None if hybrid == "off" else hybrid}

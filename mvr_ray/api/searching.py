@@ -1,0 +1,100 @@
+"""Answers queries of a caller in this process, by the service that answers HTTP requests, without its limits."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mvr_ray.api import rows
+from mvr_ray.api.hits import SearchHits
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.explanation import Explanation
+from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, validate
+from mvr_ray.serving.service import SearchService
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.hot_swap import HotSwapRouter
+    from mvr_ray.distributed.router import Router
+
+BATCH_QUERIES = 256
+NO_LIMITS = {
+    "max_k": 1_000_000,
+    "max_query_chars": 10_000_000,
+    "max_batch": BATCH_QUERIES,
+    "timeout_ms": 3_600_000,
+}
+"""Limits of `serve` that do not apply to searches in this process."""
+
+
+def search(
+    run: RunConfig,
+    hot_swap: "HotSwapRouter",
+    queries: Sequence[str | list[float]],
+    k: int,
+    filter: Mapping[str, Any] | None,
+    hybrid: Hybrid,
+    *,
+    is_single: bool,
+) -> list[SearchHits]:
+    """Return the hits of every query; messages number the queries unless the caller gave a single one."""
+    texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
+    results: list[SearchHits] = []
+    with hot_swap.pin() as router:  # all queries are answered by one version
+        own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
+        for start in range(0, len(queries), BATCH_QUERIES):
+            with _service(run, router, "search", None if is_single else start) as service:
+                request = validate(SearchRequest, queries=queries[start : start + BATCH_QUERIES], **own)
+                response = service.search(request)
+            names = texts[start : start + BATCH_QUERIES]
+            results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
+    return results
+
+
+def explain(
+    run: RunConfig,
+    router: "HotSwapRouter",
+    questions: Sequence[str],
+    passages: Sequence[str],
+    k: int,
+    hybrid: Hybrid,
+    *,
+    is_single: bool,
+) -> Explanation:
+    """Score every view of passages with questions, as `Index.explain` says."""
+    with _service(run, router, "explain", None if is_single else 0) as service:
+        return service.explain(validate(ExplainRequest, questions=questions, passages=passages, k=k, hybrid=hybrid))
+
+
+@contextmanager
+def _service(
+    run: RunConfig, router: "Router | HotSwapRouter", method: str, first: int | None
+) -> Iterator[SearchService]:
+    """Answer requests from a router. Raises ConfigError, in the method's name, for one that is refused;
+    `first` numbers the request's first query, None: the caller gave a single one."""
+    limits = run.serve.model_copy(update=NO_LIMITS)
+    try:
+        yield SearchService(router, limits, hybrid=run.search.hybrid)
+    except RequestError as error:
+        hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
+        place = re.match(r"(queries|questions)\.(\d+)", error.field)
+        noun = "query" if place and place[1] == "queries" else "question"
+        item = f"{noun} {first + int(place[2])}: " if place and first is not None else ""
+        raise ConfigError(f"{method}: {item}{error.message}; {hint}") from None
+
+
+def plain_queries(queries: Any) -> list[str | list[float]]:
+    """Return texts and vectors as a request holds them. Raises ConfigError for anything else."""
+    problem = f"queries are {queries!r:.60}"
+    plain: list[str | list[float]] = []
+    try:
+        for number, one in enumerate(rows.rows_of(queries)):
+            problem = f"query {number} is {one!r:.60}"
+            if isinstance(one, Mapping):
+                raise TypeError
+            plain.append(one if isinstance(one, str) else [float(value) for value in one])
+    except (DataError, TypeError, ValueError):
+        raise ConfigError(
+            f"search: {problem}; give a text, a list of texts, or vectors_QD, one vector as [vector]"
+        ) from None
+    return plain
