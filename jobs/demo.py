@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 
 from mvr_ray.cli import exit_on_interrupt
-from mvr_ray.cli.commands import Config, Overrides, exit_on_error
+from mvr_ray.cli.app import Config, Overrides, exit_on_error
 from mvr_ray.cli.tables import hit_text, print_result, report_tables, table
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.cluster.session import connect

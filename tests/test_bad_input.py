@@ -23,7 +23,7 @@ from file_size_limit import file_size_limit
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
-from mvr_ray.cli.commands import run_stage
+from mvr_ray.cli.stage_runs import run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths

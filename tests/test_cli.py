@@ -19,7 +19,8 @@ from file_size_limit import file_size_limit
 from ray.exceptions import RayTaskError
 
 from mvr_ray.cli import main
-from mvr_ray.cli.commands import exit_on_error, run_stage
+from mvr_ray.cli.app import exit_on_error
+from mvr_ray.cli.stage_runs import run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.errors import DataError, MvrRayError
@@ -29,7 +30,8 @@ from mvr_ray.store.formats.rankings import RankingFormat
 INTERRUPTED_STAGE = """
 import signal
 from mvr_ray.cli import exit_on_interrupt
-from mvr_ray.cli.commands import exit_on_error, run_stage
+from mvr_ray.cli.app import exit_on_error
+from mvr_ray.cli.stage_runs import run_stage
 from mvr_ray.config import RunConfig
 
 run = RunConfig.model_validate({{"store": {{"path": {store!r}}}}})
@@ -565,7 +567,7 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
 
 
 def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_is_one() -> None:
-    head = "from mvr_ray.cli import commands, tables\n@commands.exit_on_error\ndef work():\n    "
+    head = "from mvr_ray.cli import app, commands, tables\n@app.exit_on_error\ndef work():\n    "
     for work, message in (
         ("tables.write('x' * 2**20)", ""),
         ("raise BrokenPipeError(32, 'Broken pipe')", "closed its connection"),
@@ -639,3 +641,6 @@ def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:
         assert status == 0
         assert not [part for part in out.splitlines() if len(part) > 80]
     assert not [line for line in lines if line.endswith("...") or len(line) > 80 or not line.endswith(".")]
+    names = [line.split()[0] for line in lines]
+    assert names[:3] == ["init", "prepare", "train"]
+    assert names.index("study") < names.index("search") < names.index("plan")

@@ -24,7 +24,7 @@ from transformers.models.bert.modeling_bert import BertAttention
 from waiting import lines_of
 
 from mvr_ray.cli import main
-from mvr_ray.cli.commands import run_stage
+from mvr_ray.cli.stage_runs import run_stage
 from mvr_ray.config import RunConfig, TrainConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
@@ -802,7 +802,7 @@ def test_workers_train_from_what_the_command_opened_whatever_is_published_before
 COMMAND = """
 import sys
 from mvr_ray.cli import main
-from mvr_ray.cli.commands import run_stage
+from mvr_ray.cli.stage_runs import run_stage
 main(sys.argv[1:])
 """
 
