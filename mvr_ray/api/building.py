@@ -53,8 +53,8 @@ def build(
     from mvr_ray.distributed.indexing.build_index import index  # imports torch
 
     with progress_callback(progress) as callback, vectors_file(store, vectors) as file:
-        own_run = with_settings(run, index={"vectors": file})
-        _require_buildable(own_run)  # before the last corpus, which updates start from, is replaced
+        # before the last corpus, which updates start from, is replaced
+        own_run = _buildable(with_settings(run, index={"vectors": file}))
         before = None
         with suppress(MissingInputError):
             before = parent_corpus(store, run.prepare.corpus, run.index.name)
@@ -85,11 +85,16 @@ def vectors_file(store: Store, vectors: Any) -> Iterator[str | None]:
         yield str(folder / "vectors.parquet")
 
 
-def _require_buildable(run: RunConfig) -> None:
-    """Raise what `index` would raise of the encoder, of the index parameters and of vectors without their passages."""
-    from mvr_ray.distributed.encoders import encoder_dimension
+def _buildable(run: RunConfig) -> RunConfig:
+    """Return the run with the fingerprint of its encoder, where it has one before the corpus. Raises what `index` would
+    raise of the encoder, of the index parameters and of vectors without their passages."""
+    from mvr_ray.distributed.encoders import encoder_before_corpus
     from mvr_ray.distributed.indexing.external_vectors import read_external
     from mvr_ray.distributed.indexing.staging import checked_params
 
-    file = run.index.vectors
-    checked_params(run, read_external(run, file).encoder.dimension if file else encoder_dimension(run))
+    if file := run.index.vectors:
+        checked_params(run, read_external(run, file).encoder.dimension)
+        return run
+    encoder, dimension = encoder_before_corpus(run)
+    checked_params(run, dimension)
+    return with_settings(run, index={"encoder": encoder})

@@ -112,12 +112,14 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
     return next(floats, None) or fastest_float(load().passage_tower)
 
 
-def encoder_dimension(run: RunConfig) -> int:
-    """Find the dimension of the encoder that `resolve_encoder` will open, before there is a corpus. Raises as that."""
+def encoder_before_corpus(run: RunConfig) -> tuple[str, int]:
+    """Find the encoder that `resolve_encoder` will open, before there is a corpus: the `index.encoder` that selects it
+    without another load of its backbone, and its dimension. Raises as that."""
     spec = encoder_spec(run)
     if _stored_encoder(run) is None and spec.needs_sentences and spec.sentences == "corpus":
-        return make_encoder(run, Store(run.store.path), punkt=PunktParams((), (), ())).dimension
-    return _named_encoder(run, None).dimension
+        return run.index.encoder, make_encoder(run, Store(run.store.path), punkt=PunktParams((), (), ())).dimension
+    encoder = _named_encoder(run, None)
+    return encoder.fingerprint, encoder.dimension
 
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:

@@ -47,6 +47,7 @@ from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_r
 from mvr_ray.api.run_settings import with_settings
 from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.distributed import hot_swap
@@ -1852,6 +1853,20 @@ def test_a_run_file_of_a_store_may_have_a_base(index: Index, tmp_path: Path):
     file.write_text("base: ../base.yaml\nretrieve: {k: 7}\n")
     again = Index.open(file.parent)
     assert (again.run.retrieve.k, len(again), again.run.store) == (7, len(index), index.run.store)
+
+
+def test_a_build_loads_a_model_of_the_hub_once_and_writes_no_fingerprint_of_it(tiny_backbone, tmp_path, monkeypatch):
+    loads: list[str] = []
+    load = DualEncoder.from_backbone
+
+    def load_of_hub(name: str, *settings: Any) -> DualEncoder:
+        loads.append(name)
+        return load(str(tiny_backbone), *settings)
+
+    monkeypatch.setattr(DualEncoder, "from_backbone", load_of_hub)
+    Index.build(ROWS, model="owner/model", path=tmp_path / "store", settings=SMALL)
+    assert loads == ["owner/model"]
+    assert load_run(tmp_path / "store" / "run.yaml").index.encoder == "auto"
 
 
 def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tiny_backbone: Path):
