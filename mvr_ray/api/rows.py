@@ -87,6 +87,11 @@ def _names_file(passage: Any) -> bool:
         return False
 
 
+def _names_question_file(question: str | Path) -> bool:
+    path = Path(question)
+    return plain_name(path).suffix.lower() in (*DATA_ENDS, ".txt") and _names_file(str(question))
+
+
 def passage_records(passages: Any) -> Iterator[Record]:
     """Yield a record of each passage; a bad row for an invalid one. Raises DataError for an object without rows."""
     for number, row in enumerate(rows_of(passages)):
@@ -197,6 +202,8 @@ def questions_of(questions: Any) -> list[Question]:
 
 def _question_record(row: Any, where: str, own_id: str) -> Record:
     match row:
+        case str() | Path() if _names_question_file(row):
+            return BadRow(where, f"{str(row)!r:.200} is a file; to read its questions, give its path alone, in no list")
         case Question():
             return QuestionRecord(row, where)
         case str():

@@ -1452,6 +1452,16 @@ def test_each_question_has_an_id_of_its_own_and_one_that_occurs_twice_is_refused
                 call(questions)
 
 
+def test_a_file_in_a_list_of_questions_is_refused_with_what_to_pass(index: Index, tmp_path: Path, monkeypatch):
+    (tmp_path / "dev.jsonl").write_text('{"question": "Who built tower 3?", "answers": ["king 9"]}\n')
+    monkeypatch.chdir(tmp_path)
+    for name in ("dev.jsonl", tmp_path / "dev.jsonl"):
+        with pytest.raises(DataError, match=r"^question 1: '.*dev.jsonl' is a file; .* give its path alone"):
+            index.evaluate(["Who built tower 5?", name])
+    assert index.retrieve("dev.jsonl", 1)[0].question.text == "Who built tower 3?"
+    assert index.retrieve(["no file.jsonl"], 1)[0].question.text == "no file.jsonl"
+
+
 def test_questions_given_to_an_evaluation_are_no_set_of_the_store(index: Index):
     """So two processes that evaluate do not measure each other's, and a stored set of that name stays."""
     own, other = [("who built the tower?", ["king 1"])], [("who built the tower?", ["nobody"])] * 2
