@@ -563,7 +563,10 @@ def open_router(run: RunConfig, version: int | None = None, *, local: bool | Non
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
-    with open_searchers(run, manifest, local) as searchers:
+    with (
+        open_searchers(run, manifest, local) as searchers,
+        session.staying_local(isinstance(searchers, LocalSearchers)),
+    ):
         searchers.ready(manifest)
         yield Router(store, manifest, searchers, threads=run.resources.threads)
 
@@ -582,8 +585,9 @@ def open_searchers(
         return
     from mvr_ray.distributed.searching.node_placement import start_searchers
 
-    with session.connect(resources) as info:
-        searchers = start_searchers(task, resources, info)
+    with session.ray_session(resources):
+        with session.staying_local(False):  # not to the end, which may come in another thread
+            searchers = start_searchers(task, resources, session.describe(resources))
         try:
             yield searchers
         finally:

@@ -95,7 +95,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process of its own: other tests of this one may have joined a cluster."""
-    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.setattr(session, "has_session", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -104,7 +104,7 @@ def index_store(tiny_backbone: Path, tmp_path_factory) -> Path:
     """A store that no test may change; `index` gives a copy."""
     path = tmp_path_factory.mktemp("api") / "store"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "in_ray", lambda: False)
+        patch.setattr(session, "has_session", lambda: False)
         patch.delenv("RAY_ADDRESS", raising=False)
         Index.build(ROWS, model=str(tiny_backbone), path=path, settings=SMALL)
     return path
@@ -308,9 +308,28 @@ def test_evaluate_ranks_by_words_and_views_as_it_is_told(command_store: Path):
 
 
 def test_an_index_in_a_ray_session_of_others_is_searched_in_its_own_process(index: Index, monkeypatch):
-    monkeypatch.setattr(session, "in_ray", lambda: True)
-    monkeypatch.setattr(session, "connect", None)
+    monkeypatch.setattr(session, "has_session", lambda: True)
+    monkeypatch.setattr(session, "ray_session", None)
     assert len(index.search("tower", 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda index, questions: repr(index.refine(questions, **ONE_ROUND).rounds),
+        lambda index, questions: index.evaluate(questions).rows,
+        lambda index, questions: index.retrieve(questions, 3),
+    ],
+    ids=["refine", "evaluate", "retrieve"],
+)
+def test_work_that_began_in_this_process_ends_there_though_another_thread_enters_ray(index: Index, work, monkeypatch):
+    questions = [("Who built tower 3?", "king 9"), ("Who built tower 4?", "king 16")]
+    alone = work(index, questions)
+    if index.manifest.version > 1:
+        index.rollback(1)
+    at_its_begin = iter([False])
+    monkeypatch.setattr(session, "has_session", lambda: next(at_its_begin, True))
+    assert work(index, questions) == alone
 
 
 def test_the_rows_of_itertuples_are_read_by_name():

@@ -55,7 +55,7 @@ def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
     monkeypatch.setattr(session, "_session", ExitStack())
     monkeypatch.setattr(session, "_num_users", 0)  # other tests of this process may have joined a cluster
     monkeypatch.setattr(session, "_private", private)
-    monkeypatch.setattr(session, "in_ray", lambda: state["sessions"] > 0)
+    monkeypatch.setattr(session, "has_session", lambda: state["sessions"] > 0)
     monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ThreadPoolExecutor(2) as pool:
@@ -64,6 +64,21 @@ def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
         second = pool.submit(use, False)
         assert (first.result(20), second.result(20)) == (1, 1)
     assert state == {"sessions": 0, "starts": 1}
+
+
+def test_work_stays_where_it_began_and_what_needs_ray_within_it_runs_there(monkeypatch):
+    has_session = False
+    monkeypatch.setattr(session, "has_session", lambda: has_session)
+    monkeypatch.setattr(session, "_num_users", 0)  # other tests of this process may have joined a cluster
+    monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with connect(ResourcesConfig(), 1), ThreadPoolExecutor(1) as pool:
+        has_session = True  # of another thread
+        assert not session.in_ray() and pool.submit(session.in_ray).result(20)
+        with connect(ResourcesConfig(local_passages=9), 10):
+            assert session.in_ray()
+        assert not session.in_ray()
+    assert session.in_ray()
 
 
 def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):
@@ -182,7 +197,7 @@ def test_a_join_that_fails_leaves_the_authentication_of_this_process_as_it_was(m
     monkeypatch.setattr(session, "_init_ray", fail)
     monkeypatch.setattr(session, "_require_listener", lambda address: None)
     monkeypatch.setattr(session, "_has_token", lambda: False)
-    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.setattr(session, "has_session", lambda: False)
     with (
         pytest.raises(ResourceError, match=r"RAY_AUTH_MODE=disabled.*no cluster"),
         connect(ResourcesConfig(address="192.0.2.1:6379")),

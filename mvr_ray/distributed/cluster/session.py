@@ -66,6 +66,8 @@ T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
 _session, _num_users, _session_lock = ExitStack(), 0, threading.RLock()
 """The session that this process entered, the number of its users, and the lock of both."""
+_stays_local: ContextVar[bool] = ContextVar("mvr_ray_stays_local", default=False)
+"""Whether the work of this thread began in this process. The threads of its pools never ask."""
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
 
 
@@ -104,10 +106,26 @@ class Check(NamedTuple):
     detail: str
 
 
-def in_ray() -> bool:
+def has_session() -> bool:
     """Whether this process is in a Ray session, as every worker of a cluster is."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def in_ray() -> bool:
+    """Whether the work of this thread runs in a Ray session: in any that this process is in, unless it began in this
+    process (`staying_local`), and another thread has entered one since."""
+    return not _stays_local.get() and has_session()
+
+
+@contextmanager
+def staying_local(local: bool = True) -> Iterator[None]:
+    """Keep the work of a block in this process, or with False in Ray, whatever other threads do meanwhile."""
+    before = _stays_local.set(local)
+    try:
+        yield
+    finally:
+        _stays_local.reset(before)
 
 
 def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
@@ -155,21 +173,25 @@ def connect(
     API on a private cluster. Raises ResourceError when the cluster cannot be reached or started, or cannot place the
     needs (`require`).
     """
-    with ExitStack() as stack:
-        if num_passages is None or needs_ray(resources, num_passages):
-            address = cluster_address(resources)
-            if address and address.startswith(("http://", "https://")):
-                raise ResourceError(
-                    f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit "
-                    f"the stage as a job with RAY_API_SERVER_ADDRESS={address}"
-                )
-            for name, value in _ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-            enter = partial(_join_cluster, address) if address else partial(_private, resources, dashboard)
-            stack.enter_context(_share_session(enter))
+    local = num_passages is not None and not needs_ray(resources, num_passages)
+    with nullcontext() if local else ray_session(resources, dashboard=dashboard), staying_local(local):
         info = describe(resources)
         require(info, needs)
         yield info
+
+
+def ray_session(resources: ResourcesConfig, *, dashboard: bool = False) -> AbstractContextManager[None]:
+    """Enter a session as `connect` does, for work that another thread may end, and check no needs."""
+    address = cluster_address(resources)
+    if address and address.startswith(("http://", "https://")):
+        raise ResourceError(
+            f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit "
+            f"the stage as a job with RAY_API_SERVER_ADDRESS={address}"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    enter = partial(_join_cluster, address) if address else partial(_private, resources, dashboard)
+    return _share_session(enter)
 
 
 @contextmanager
@@ -178,8 +200,8 @@ def _share_session(enter: Callable[[], AbstractContextManager[None]]) -> Iterato
     had entered it."""
     global _num_users
     with _session_lock:
-        is_own = _num_users > 0 or not in_ray()
-        if not in_ray():
+        is_own = _num_users > 0 or not has_session()
+        if not has_session():
             _session.enter_context(enter())
         _num_users += is_own
     try:

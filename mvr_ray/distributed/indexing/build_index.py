@@ -143,7 +143,8 @@ def _build(
             *(cfg.name, cfg.name),
         )
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
-        carry_over(task, corpus, _not_built(store, task, others), versions, progress)
+        with session.staying_local():
+            carry_over(task, corpus, _not_built(store, task, others), versions, progress)
     num_passages = count_passages(task, corpus, others)["encoded"]
     if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
         num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
