@@ -187,6 +187,9 @@ def test_after_a_training_comes_the_command_that_uses_the_model(folder: str, fol
     assert summary.verdict == "trained: large/ab\n  from 12,345 questions of train"
     of_cloze = summarize("train", report | {"questions": None, "num_examples": 1}, words)
     assert of_cloze.verdict == "trained: large/ab\n  from sentences of 1 passage"
+    of_best = summarize("train", report | {"saved_step": 400, "total_steps": 1200}, words)
+    last_line = "  unfinished, weights of step 400 of 1,200; it continues without save=best"
+    assert of_best.verdict == f"{summary.verdict}\n{last_line}" and len(last_line) < 80
 
 
 @pytest.mark.parametrize("method", ["query", "rocchio", "hybrid"])

@@ -77,6 +77,9 @@ def _train(report: Report, words: str) -> Summary:
     own, number = report["questions"], report["num_examples"]
     source = f"{count_noun(number, 'question')} of {own}" if own else f"sentences of {count_noun(number, 'passage')}"
     verdict = f"trained: {report['name']}/{report['fingerprint']}\n  from {source}{collapse}"
+    if report.get("total_steps"):
+        at = f"step {report['saved_step']:,} of {report['total_steps']:,}"
+        verdict += f"\n  unfinished, weights of {at}; it continues without save=best"
     kind = str(report["folder"]).partition("/")[0]
     other_words = shlex.join(word for word in shlex.split(words) if not word.startswith("train."))
     next_commands = {

@@ -64,7 +64,8 @@ LOOPS: dict[str, type[StepLoop]] = {loop.kind.task: loop for loop in (RetrieverL
 class TrainedModel(NamedTuple):
     """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch. It learned from
     `num_examples` of the set `questions`, or of the corpus's passages where that is None. `metrics_file` has the
-    metrics of the steps; it is empty where an older program trained."""
+    metrics of the steps; it is empty where an older program trained. Weights of an unfinished training (`save_best`)
+    are those of `saved_step` of `total_steps`."""
 
     name: str
     fingerprint: str
@@ -74,6 +75,8 @@ class TrainedModel(NamedTuple):
     questions: str | None
     num_examples: int
     metrics_file: str
+    saved_step: int | None = None
+    total_steps: int | None = None
 
 
 def train(
@@ -136,21 +139,21 @@ def save_best(run: RunConfig) -> TrainedModel:
     loop, store = LOOPS[run.train.task], Store(run.store.path)
     with torch_threads(run.resources.threads):
         job = loop.open_job(run)
-        record = _finished_record(loop, store, job)
-        if not record:
-            step = job.checkpoints.latest_step()
-            if step < 0:
-                raise MissingInputError(
-                    f"{store.where(job.checkpoints.folder)} has no checkpoint: with these settings, question sets and "
-                    f"corpus no training has taken train.checkpoint_steps ({run.train.checkpoint_steps}) steps; repeat "
-                    f"the words of the command that was interrupted"
-                )
-            state = job.checkpoints.state(step)
-            if state.best_accuracy < 0:
-                job.checkpoints.load_model(job.model, step)
-                state.best_step = -1
-            record = _save(loop, store, job, state)
-        return _make_latest(loop, store, job, record)
+        if record := _finished_record(loop, store, job):
+            return _make_latest(loop, store, job, record)
+        step, total = job.checkpoints.latest_step(), loop(job, no_progress, torch.device("cpu")).schedule.total
+        if step < 0:
+            raise MissingInputError(
+                f"{store.where(job.checkpoints.folder)} has no checkpoint: with these settings, question sets and "
+                f"corpus no training has taken train.checkpoint_steps ({run.train.checkpoint_steps}) steps; repeat "
+                f"the words of the command that was interrupted"
+            )
+        state = job.checkpoints.state(step)
+        if state.best_accuracy < 0:
+            job.checkpoints.load_model(job.model, step)
+            state.best_step = -1
+        model = _make_latest(loop, store, job, _save(loop, store, job, state))
+        return model._replace(saved_step=state.best_step if state.best_step >= 0 else step, total_steps=total)
 
 
 def _finished_record(loop: type[StepLoop], store: Store, job: TrainingJob) -> dict[str, Any]:

@@ -272,11 +272,14 @@ def test_the_best_weights_of_an_interrupted_training_become_the_model_and_it_con
         expected = latest_fingerprint(store, ENCODERS, f"so-far-step-{best.step if best else 1}")
         assert latest_fingerprint(store, ENCODERS, "so-far-broken") == model.fingerprint == expected
         assert model.epochs == whole.epochs[: (step - 1) // 2] and metrics_of(model, store_path)
+        assert (model.saved_step, model.total_steps) == (best.step if best else 1, whole.epochs[-1].step)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     with pytest.raises(SystemExit):
         main(["train", str(file), "save=best"])
-    assert f"trained: so-far-broken/{model.fingerprint}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"trained: so-far-broken/{model.fingerprint}\n" in out
+    assert f"unfinished, weights of step {model.saved_step} of {model.total_steps};" in out
     end = train(run)
     assert (end.fingerprint, end.epochs, end.metrics) == (whole.fingerprint, whole.epochs, whole.metrics)
     assert save_best(run) == end
