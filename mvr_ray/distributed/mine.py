@@ -9,7 +9,6 @@ depends on the number of actors.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -211,15 +210,9 @@ def _rank_passages(
 class PairScorer(models.ModelWorker):
     """Score batches of questions with their candidates, whose texts are read from the corpus."""
 
-    def __init__(self, task: models.WorkerModel, corpus: tuple[str, str, str]) -> None:
-        """`corpus`: the store, its name and its digest."""
+    def __init__(self, task: models.WorkerModel, corpus: Corpus) -> None:
         super().__init__(task)
-        self.corpus_address = corpus
-
-    @cached_property
-    def corpus(self) -> Corpus:
-        store, name, digest = self.corpus_address
-        return Corpus.open(Store(store), name, digest)
+        self.corpus = corpus
 
     def __call__(self, batch: Sequence[Candidates]) -> list[float]:
         texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))
@@ -251,11 +244,10 @@ def _pair_scores(
     run: RunConfig, model: models.WorkerModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
 ) -> list[FloatArray]:
     """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
-    arguments = {"task": model, "corpus": (corpus.store.address, corpus.name, corpus.digest)}
     batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]
     scores: list[FloatArray] = []
     with session.connect(run.resources, needs=[pool_need("cross-encoders", run.resources)]):
-        results = map_in_pool(PairScorer, arguments, batches, run.resources, "scoring pairs")
+        results = map_in_pool(PairScorer, {"task": model, "corpus": corpus}, batches, run.resources, "scoring pairs")
         for batch, values in zip(batches, results):
             ends = np.cumsum([len(ids) for _, ids in batch])
             scores += np.split(np.array(values, np.float32), ends[:-1])

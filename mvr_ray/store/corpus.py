@@ -258,6 +258,9 @@ class Corpus:
         num_cached = _CACHED_BYTES * info.num_passages // max(num_bytes, 1)
         self._passage = lru_cache(num_cached)(lambda name: own.part(shard_of(name, own.num_shards)).get(name))
 
+    def __reduce__(self) -> tuple[type["Corpus"], tuple[Store, CorpusInfo, int]]:
+        return type(self), (Store(self.store.address), self.info, self.number)
+
     @classmethod
     def open(cls, store: Store, name: str, digest: str | None = None) -> Self:
         """Open the corpus that was published last under a name, or the one of this digest, which a version names.

@@ -8,7 +8,7 @@ import bm25s
 import numpy as np
 import Stemmer
 
-from mvr_ray.distributed.indexing.lexical import build_lexical, lexical_task
+from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical
 from mvr_ray.distributed.indexing.shards import build_shard
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
@@ -69,7 +69,7 @@ def publish_random_index(
         with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
-    lexical = build_lexical(lexical_task(corpus, "random", num_shards, words)) if corpus and words else None
+    lexical = build_lexical(LexicalTask(corpus, "random", num_shards, words)) if corpus and words else None
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries), lexical=lexical))
 
 

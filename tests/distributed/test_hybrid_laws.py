@@ -31,7 +31,6 @@ from mvr_ray.distributed.indexing.lexical import (
     build_lexical,
     compact_lexical,
     find_base,
-    lexical_task,
     open_statistics,
     repair_lexical,
     rule_of,
@@ -219,16 +218,16 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
             if len(base.shards) != corpus.num_shards:  # as `mvr-ray index` does
                 base = publish_reshard(store, base, corpus.num_shards)
             plain = publish_update(store, base, upserts, deletions)
-            task = lexical_task(
+            task = LexicalTask(
                 corpus, "random", corpus.num_shards, "english", find_base(store, "random", corpus, "english")
             )
             lexical = build_lexical(task)
         elif step[0] == "compact":
             plain = publish_compaction(store, base)
-            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards), "english"), lexical)
-            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards), "english"))
+            lexical = compact_lexical(LexicalTask(corpus, "random", len(base.shards), "english"), lexical)
+            assert lexical == build_lexical(LexicalTask(corpus, "random", len(base.shards), "english"))
         else:
-            plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1], "english")
+            plain, task = publish_reshard(store, base, step[1]), LexicalTask(corpus, "random", step[1], "english")
             lexical = build_lexical(task, statistics=lexical.statistics)
         own = {"parent": plain.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(store, dataclasses.replace(plain, **own))
@@ -266,8 +265,8 @@ def test_words_of_an_earlier_rule_answer_by_it_until_any_writing_finds_them_anew
     assert matching_ids(earlier, "学生") == ["p0"] and matching_ids(earlier, "छात्र") == []
     assert earlier.lexical and find_base(store, "random", corpus, "english") is None
     assert manifests.verify(store, earlier).problems == []
-    whole = build_lexical(lexical_task(corpus, "random", 2, "english"))
-    assert compact_lexical(lexical_task(corpus, "random", 2, "english"), earlier.lexical) == whole
+    whole = build_lexical(LexicalTask(corpus, "random", 2, "english"))
+    assert compact_lexical(LexicalTask(corpus, "random", 2, "english"), earlier.lexical) == whole
     assert rule_of(store, "random", earlier.lexical) == WordRule(find=find_words_as_bm25s)
     version = manifests.publish(store, dataclasses.replace(earlier, parent=earlier.version, lexical=whole))
     assert find_base(store, "random", corpus, "english") == version
@@ -299,8 +298,8 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
         deleted_ids = {f"p{at:03d}" for at in deletions} & {*rows} - {*changed_rows}
         corpus = update_corpus(root, changed_rows, deleted_ids)
         rows = {name: row for name, row in (rows | changed_rows).items() if name not in deleted_ids}
-        lexical = build_lexical(lexical_task(corpus, "random", shards, language, version, most_share=1.0))
-        whole = build_lexical(lexical_task(corpus, "random", shards, language))
+        lexical = build_lexical(LexicalTask(corpus, "random", shards, language, version, most_share=1.0))
+        whole = build_lexical(LexicalTask(corpus, "random", shards, language))
         statistics, exact = (
             open_statistics(store, dataclasses.replace(version, lexical=own)) for own in (lexical, whole)
         )
@@ -313,7 +312,7 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
             sizes = [file.num_changes for file in own.changes]
             assert all(2 * size > 3 * after for size, after in pairwise(sizes))
             most_files = max(most_files, len(own_files))
-        assert compact_lexical(lexical_task(corpus, "random", shards, language), lexical) == whole
+        assert compact_lexical(LexicalTask(corpus, "random", shards, language), lexical) == whole
         own = {"parent": version.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(store, dataclasses.replace(version, **own))
         several = any(len(files) > 2 for files in (lexical.statistics, *lexical.postings))
@@ -336,7 +335,7 @@ def test_small_changes_after_a_larger_one_do_not_write_its_words_again(tmp_path)
     for change in [range(0, 3000, 5), *([at] for at in range(5, 2000, 200))]:
         changed_rows = {f"p{at:04d}": rows[f"p{at:04d}"] | {"text": f"new{at} words"} for at in change}
         before, corpus = version, update_corpus(tmp_path, changed_rows, set())
-        lexical = build_lexical(lexical_task(corpus, "random", 1, "english", before))
+        lexical = build_lexical(LexicalTask(corpus, "random", 1, "english", before))
         own = {"parent": before.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(Store(str(tmp_path)), dataclasses.replace(before, **own))
         assert before.lexical and version.lexical

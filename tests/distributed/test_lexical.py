@@ -8,7 +8,7 @@ import pytest
 
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.indexing import build_index, repair, rewrite
-from mvr_ray.distributed.indexing.lexical import lexical_task, open_statistics, shard_words
+from mvr_ray.distributed.indexing.lexical import LexicalTask, open_statistics, shard_words
 from mvr_ray.index.lexical import Postings, WordRule
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -92,7 +92,7 @@ def test_an_unchanged_part_keeps_its_words_without_being_read(with_words, monkey
     store = Store(str(with_words))
     version = manifest.read(store, "index")
     assert version.lexical
-    task = lexical_task(Corpus.open(store, version.corpus), "index", len(version.shards), "english", version)
+    task = LexicalTask(Corpus.open(store, version.corpus), "index", len(version.shards), "english", version)
     monkeypatch.setattr(Corpus, "part", None)
     assert tuple(shard_words(task, shard).files for shard in range(3)) == version.lexical.postings
 

@@ -21,7 +21,7 @@ from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed import bm25
 from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
-from mvr_ray.distributed.indexing.lexical import build_lexical, lexical_task
+from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
@@ -502,7 +502,7 @@ def test_a_corpus_prepared_again_over_the_shards_of_a_reshard_is_not_encoded_aga
         assert {name: own.vectors_ND.tobytes() for name, own in now.items()} == {
             name: own.vectors_ND.tobytes() for name, own in views.items()
         }
-        task = lexical_task(Corpus.open(store, "corpus"), "index", num_shards, "english")
+        task = LexicalTask(Corpus.open(store, "corpus"), "index", num_shards, "english")
         assert version.lexical == build_lexical(task), "the words are those of an index from nothing"
 
 

@@ -35,7 +35,7 @@ from mvr_ray.distributed.indexing.carry_over import (
     find_copies,
     has_refined_views,
 )
-from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
+from mvr_ray.distributed.indexing.lexical import LexicalTask, are_whole, build_lexical, find_base
 from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.distributed.indexing.staging import (
     REFINED,
@@ -161,7 +161,7 @@ def _build(
         memory = shards.builder_memory(draft, [0 if shard in reusable else num for shard, num in enumerate(vectors)])
         what = "building the index"
         built_shards: list[BuiltShard] = run_tasks(build_one, calls, what, "build shards", progress, memory=memory)
-        words = lexical_task(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
+        words = LexicalTask(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())

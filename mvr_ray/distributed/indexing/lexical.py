@@ -57,38 +57,21 @@ class LexicalTask(NamedTuple):
     """Arguments of a task that builds the postings of a shard.
 
     `language` is that of the words (`index.language`). `before` is the base version with words, over as many shards as
-    the corpus has parts; None: every shard is written whole. New files are claimed in the folder `staging` of
-    unfinished work, if any.
+    the corpus has parts; None: every shard is written whole. New files are claimed for the unfinished work of `key`, if
+    any.
     """
 
-    store: str
+    corpus: Corpus
     index: str
-    corpus: str
-    corpus_digest: str
     num_shards: int
     language: str
     before: Manifest | None = None
     most_share: float = MAX_CHANGED_SHARE
-    staging: str = ""
+    key: str = ""
 
     @property
     def rule(self) -> WordRule:
         return WordRule(self.language)
-
-
-def lexical_task(
-    corpus: Corpus,
-    index: str,
-    num_shards: int,
-    language: str,
-    before: Manifest | None = None,
-    most_share: float = MAX_CHANGED_SHARE,
-    key: str = "",
-) -> LexicalTask:
-    """Make the task of a version's words; `key` is that of its unfinished work."""
-    staging = paths.staging_dir(index, key) if key else ""
-    names = corpus.store.address, index, corpus.name, corpus.digest
-    return LexicalTask(*names, num_shards, language, before, most_share, staging)
 
 
 def find_base(store: Store, index: str, corpus: Corpus, language: str) -> Manifest | None:
@@ -143,8 +126,8 @@ def _join_statistics(shards: Sequence[bytes], path: Path) -> None:
 
 def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -> ShardWords:
     """Postings of one shard: unchanged, with a new change file, or written whole."""
-    store, before = Store(task.store), task.before
-    corpus = Corpus.open(store, task.corpus, task.corpus_digest)
+    store, before = task.corpus.store, task.before
+    corpus = Corpus(store, task.corpus.info)  # its parts are open for this shard alone
     if before is None:
         passages, statistics = shard_passages(corpus, shard, task.num_shards), list[bytes]()
 
@@ -176,7 +159,7 @@ def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
     """Rewrite the words with every file whole, as in a version built from scratch."""
-    if rule_of(Store(task.store), task.index, part) != task.rule:
+    if rule_of(task.corpus.store, task.index, part) != task.rule:
         return build_lexical(task, progress)
     what = "compact the words"
     changed_shards = [shard for shard, own in enumerate(part.postings) if len(own) > 1]
@@ -190,7 +173,7 @@ def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_
     """Merge statistics and a change into one file."""
     if len(files) == 1 and change == NO_CHANGE:
         return files
-    statistics = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
+    statistics = CorpusStatistics(*manifests.open_lexical(task.corpus.store, task.index, files))
     return (_add(task, lambda path: write_statistics_changes(statistics, 0, change, path)),)
 
 
@@ -225,7 +208,7 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
         if base and corpus.num_shards != num_shards:
             break
-        build_lexical(lexical_task(corpus, index, num_shards, language, base, most_share=1.0))
+        build_lexical(LexicalTask(corpus, index, num_shards, language, base, most_share=1.0))
     return are_whole(store, index, files)
 
 
@@ -255,7 +238,7 @@ def _write_changes(
 ) -> Files | None:
     """Write the changes since the first of these files; None if they are too many, or a file is damaged."""
     try:
-        postings = Postings(*manifests.open_lexical(Store(task.store), task.index, files))
+        postings = Postings(*manifests.open_lexical(task.corpus.store, task.index, files))
     except (StorageError, ShardIndexError):
         return None
     sizes = [file.num_changes for file in postings.changes]
@@ -293,7 +276,7 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
     change = WordCounts(num_passages, num_words, {term: count for term, count in frequencies.items() if count})
     if change == NO_CHANGE:
         return files
-    before = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
+    before = CorpusStatistics(*manifests.open_lexical(task.corpus.store, task.index, files))
     sizes, num_own = before.num_changes, len(change.frequencies)
     if sum(sizes) + num_own > task.most_share * before.num_terms:
         return _merged_statistics(task, files, change)
@@ -303,13 +286,14 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
 
 def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:
     """Add the file that `write` writes to the store."""
-    store = Store(task.store)
+    store = task.corpus.store
     with store.scratch() as folder:
         path = folder / "words.arrow"
         write(path)
         entry = manifests.add_lexical(store, task.index, path)
-    if task.staging:
-        store.write_bytes(paths.staged_claim(task.staging, manifests.lexical_path(task.index, entry)), b"")
+    if task.key:
+        staging, path_in_store = paths.staging_dir(task.index, task.key), manifests.lexical_path(task.index, entry)
+        store.write_bytes(paths.staged_claim(staging, path_in_store), b"")
     return entry
 
 

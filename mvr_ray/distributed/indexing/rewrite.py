@@ -22,7 +22,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks
 from mvr_ray.distributed.indexing import shards
-from mvr_ray.distributed.indexing.lexical import build_lexical, compact_lexical, lexical_task, rule_of
+from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, compact_lexical, rule_of
 from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -87,7 +87,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 rule = rule_of(store, base.index, base.lexical)
-                words = lexical_task(corpus, base.index, num_shards, rule.language, key=staging)
+                words = LexicalTask(corpus, base.index, num_shards, rule.language, key=staging)
                 statistics = base.lexical.statistics if rule == words.rule else ()  # the same in any shards
                 new = dataclasses.replace(new, lexical=build_lexical(words, progress, statistics=statistics))
             version = publish_rewritten(store, base, new, progress)
@@ -239,7 +239,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 language = rule_of(store, base.index, lexical).language
-                words = lexical_task(corpus, base.index, len(base.shards), language, key=_compact_key(base))
+                words = LexicalTask(corpus, base.index, len(base.shards), language, key=_compact_key(base))
                 lexical = compact_lexical(words, lexical, progress)
             version = publish_rewritten(store, base, dataclasses.replace(new, lexical=lexical), progress)
         store.delete_dir(paths.staging_dir(base.index, _compact_key(base)))
