@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RefineConfig
@@ -24,7 +25,6 @@ from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_view_numbers
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import merge, replace_hits
 from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
 from mvr_ray.index.base import IndexParams, ShardIndex
@@ -129,42 +129,16 @@ class ShardRefiner:
 
     def search(self, at: StateId, queries_QD: FloatArray, k: int) -> ShardHits:
         """Search all shards of the actor exactly at a state: score descending, then passage id ascending; rows are
-        numbers in the whole index.
-
-        The scan ranks passages of equal scores by their local row. Where omitted passages tie with the last row, each
-        shard is searched separately, which finds the lower ids.
-        """
+        numbers in the whole index."""
         hits = self._index(at).search(queries_QD, k)
-        if len(self.starts) == 1:
-            [start] = self.starts.values()
-            return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + start, -1))
-        k = hits.rows_QK.shape[1]
-        merged_hits = merge(self._split(hits), k, self._ids_of_numbers)
-        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged_hits.scores_QK[:, -1]))
-        if not len(tied_Q):
-            return merged_hits
-        shard_hits = [
-            (start, self._open_index(self._blocks(at, shard)).search(queries_QD[tied_Q], k))
-            for shard, start in self.starts.items()
-            if self.entries[shard].num_passages
-        ]
-        return replace_hits(merged_hits, merge(shard_hits, k, self._ids_of_numbers), tied_Q)
+        return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, self._numbers_P[hits.rows_QK], -1))
 
-    def _split(self, hits: ShardHits) -> list[tuple[int, ShardHits]]:
-        """Split hits by shard: its start, and its own rows at their positions among all."""
-        first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.starts)])
-        lists = []
-        for start, low, high in zip(self.starts.values(), first, first[1:]):
-            own_QK = (hits.rows_QK >= low) & (hits.rows_QK < high)
-            rows_QK = np.where(own_QK, hits.rows_QK - low, -1)
-            scores_QK, views_QK = np.where(own_QK, hits.scores_QK, -np.inf), np.where(own_QK, hits.views_QK, -1)
-            lists.append((start, ShardHits(rows_QK, scores_QK, views_QK, hits.frontier_Q)))
-        return lists
-
-    def _ids_of_numbers(self, passages: IntArray) -> list[str]:
-        numbers, starts = list(self.starts), np.array(list(self.starts.values()))
-        at = np.searchsorted(starts, passages, side="right") - 1
-        return [self._ids(numbers[place])[row] for place, row in zip(at.tolist(), (passages - starts[at]).tolist())]
+    @cached_property
+    def _numbers_P(self) -> IntArray:
+        """Number in the whole index of each passage of the actor, in order of id."""
+        ids = pa.chunked_array([pa.array(self._ids(shard), pa.string()) for shard in self.starts])
+        numbers = [start + np.arange(self.entries[shard].num_passages) for shard, start in self.starts.items()]
+        return pa.table({"id": ids, "number": np.concatenate(numbers)}).sort_by("id").column("number").to_numpy()
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
@@ -307,12 +281,12 @@ class ShardRefiner:
         return state.blocks
 
     def _index(self, at: StateId) -> ShardIndex:
-        """One index over all shards, so that only passages among the best of them all are scored exactly."""
+        """One index over all shards, so that only passages among the best of them all are scored exactly. Its rows are
+        in order of id, as ties are."""
         if self.index is None or self.index[0] != at:
             nonempty_shards = [shard for shard in self.starts if self.entries[shard].num_passages]
             blocks = [block for shard in nonempty_shards for block in self._blocks(at, shard)]
-            self.index = at, self._open_index(blocks)
+            row_P, edges = np.argsort(self._numbers_P), np.cumsum([len(block.ids) for block in blocks])
+            rows = np.split(row_P, edges[:-1]) if len(nonempty_shards) > 1 else None
+            self.index = at, open_index(IndexParams(kind="flat"), blocks, Path(), rows, threads=self.task.threads)
         return self.index[1]
-
-    def _open_index(self, blocks: Sequence[EmbeddingBlock]) -> ShardIndex:
-        return open_index(IndexParams(kind="flat"), blocks, Path(), threads=self.task.threads)
