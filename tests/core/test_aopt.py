@@ -288,16 +288,16 @@ def test_stored_half_precision_views_move_in_double_and_come_back_as_float32():
     assert np.array_equal(result.vectors_MD, exact.vectors_MD.astype(np.float32))
 
 
-SINGLE = ["torch", *(["compiled"] if native_step.library() else [])]
+built = pytest.mark.skipif(native_step.library() is None, reason="not compiled")
+SINGLE = ["float64", *(["compiled"] if native_step.library() else [])]
 
 
 @contextmanager
 def stepped_by(name: str, part: int = 512) -> Iterator[None]:
-    """The step in single precision by the plain path or by the compiled loop, so many vectors at a time."""
+    """The step in single precision by the compiled loop, so many vectors at a time, or without it in float64."""
     with pytest.MonkeyPatch.context() as patch:
-        if name == "torch":
+        if name == "float64":
             patch.setattr(native_step, "library", lambda: None)
-        patch.setattr(aopt, "_SINGLE_ROWS_AT_ONCE", part)
         patch.setattr(native_step, "ROWS_AT_ONCE", part)
         yield
 
@@ -313,11 +313,11 @@ def step_by_equations(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dic
     return new_vectors
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@built
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from([1, 7, 16, 40, 131]))
-def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, seed: int, part: int, dimension: int):
+def test_the_step_in_single_precision_errs_no_more_than_its_bound(dtype, seed: int, part: int, dimension: int):
     """Against the equations in double, of partners as rounded: who moves, the counts, and the vectors within what the
     sums may err; of partners as they are, within what rounding takes off <x, A> and off each component besides."""
     rng = np.random.default_rng(seed)
@@ -325,7 +325,7 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, s
     views, queries = np.abs(views).astype(dtype), np.abs(queries)
     signs = rng.choice([-1, 0, 1], (20, 30), p=[0.5, 0.3, 0.2])
     double = passage_step(views, queries, matrices(signs), step_size=0.05)
-    with stepped_by(name, part):
+    with stepped_by("compiled", part):
         single = passage_step(views, queries, matrices(signs), step_size=0.05, single=True)
     error = 0.05 * 60 * 2.0**-24 + 2.0**-23
     assert_moved(single, step_by_equations(views, native_step.to_int16(queries).values(), signs, 0.05), error)
@@ -338,24 +338,35 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, s
     assert single.loss == pytest.approx(double.loss, abs=1e-4, nan_ok=True)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_step_in_single_precision_is_float64_without_the_compiled_loop(dtype):
+    rng = np.random.default_rng(2)
+    views, queries = near(rng, 20, 16).astype(dtype), near(rng, 30, 16).astype(np.float32)
+    labels = matrices(rng.choice([-1, 0, 1], (20, 30)))
+    with stepped_by("float64"):
+        single = passage_step(views, queries, labels, step_size=0.05, single=True)
+    double = passage_step(views, queries, labels, step_size=0.05)
+    assert single.vectors_MD.tobytes() == double.vectors_MD.tobytes() and single.loss == double.loss
+
+
+@built
 @settings(max_examples=50)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 16, 40, 384]), st.integers(1, 9),
     st.sampled_from([2.0**-112, 2.0**-110, 2.0**-30, 1.0, 2.0**125]),
 )  # fmt: skip
 def test_partners_are_rounded_to_the_nearest_whole_number_of_a_unit_of_their_own(seed, dimension, part, size):
-    """By the definition, in double; with the loops and without the same; in parts as in one."""
+    """By the definition, in double; in parts as in one."""
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((20, dimension)).clip(-4, 4)
     vectors[3] = 0
     vectors = (vectors * 2.0 ** rng.integers(-3, 1, (20, 1)) * size).astype(np.float32)
     most_Q = np.abs(vectors).max(axis=1)
     exact = vectors.astype(np.float64)
-    with stepped_by("torch"):
-        plain = native_step.to_int16(vectors)
+    whole = native_step.to_int16(vectors)
     with stepped_by("compiled", part):
         actual = native_step.to_int16(vectors, 2)
-    assert [column.tobytes() for column in actual] == [column.tobytes() for column in plain]
+    assert [column.tobytes() for column in actual] == [column.tobytes() for column in whole]
     zero_Q = most_Q < 2.0**-110
     np.testing.assert_array_equal(actual.unit_Q, np.where(zero_Q, 0, most_Q / np.float32(32767)))
     assert (np.abs(actual.whole_QD).max(axis=1) == np.where(zero_Q, 0, 32767)).all()
@@ -369,10 +380,11 @@ def test_a_partner_that_is_no_number_shows_in_what_it_moves_and_nowhere_else(nam
     queries[1, 17], queries[3, 2] = np.nan, np.inf
     signs = np.array([[1, 0, -1, 0], [1, -1, 0, 0], [1, 0, 0, -1]])
     with stepped_by(name):
-        assert np.isnan(native_step.to_int16(queries).unit_Q).tolist() == [False, True, False, True]
         result = passage_step(np.ones((3, 20), np.float32), queries, matrices(signs), step_size=0.1, single=True)
     assert result.moved_M.tolist() == [0]
     assert result.num_outside_domain == 2
+    if name == "compiled":
+        assert np.isnan(native_step.to_int16(queries).unit_Q).tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -386,9 +398,6 @@ def test_the_step_in_single_precision_leaves_what_is_outside_the_domain(name):
     assert single.moved_M.tolist() == double.moved_M.tolist() == [2, 3]
     assert single.num_outside_domain == 2
     np.testing.assert_allclose(single.vectors_MD, double.vectors_MD, rtol=1e-6)
-
-
-built = pytest.mark.skipif(native_step.library() is None, reason="not compiled")
 
 
 @built

@@ -17,17 +17,16 @@ lengths.
 
 Each form is one function for both sides, passages and queries; hybrid runs one side after the other.
 
-Sums and results are float64. `single` keeps both in float32, and reads partners as 16-bit integers, at a sixth of the
-time in torch and a small part of that in the compiled loop (`native_step`): terms are then added one by one in the
-order of the labels, on any number of threads, so sums are the same bytes everywhere. Their error is at most
-sum max|y| / 65534 + (n + 1) 2^-24 sum |y| for n partners, times eta in a step of size eta: rounding the gradient does
-not change the size of small steps.
+Sums and results are float64. `single` keeps both in float32, and reads partners as 16-bit integers, in a small part of
+the time by the compiled loop (`native_step`): terms are then added one by one in the order of the labels, on any number
+of threads, so sums are the same bytes everywhere. Their error is at most sum max|y| / 65534 + (n + 1) 2^-24 sum |y| for
+n partners, times eta in a step of size eta: rounding the gradient does not change the size of small steps. Without the
+loop, where the package was built without a C compiler, `single` is float64.
 
 Shapes: N vectors to move, Q partners, D dimension, M vectors that moved.
 """
 
-import importlib.util
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +36,7 @@ from mvr_ray.core.refining import native_step
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices
 from mvr_ray.types import FloatArray, IntArray
 
-if TYPE_CHECKING:
-    import torch
-
 _ROWS_AT_ONCE = 16_384
-_SINGLE_ROWS_AT_ONCE = 512
 _PAIRS_AT_ONCE = 65_536
 
 
@@ -103,13 +98,9 @@ def passage_step(
     """Run the passage-centric step, eqs. 13 and 14, on all views at once.
 
     For the query-centric step, down eq. 11, pass queries, views and `labels.transpose()`. `single`: in float32, where
-    the package was built with a compiler or torch is installed.
+    the package was built with a compiler.
     """
-    run_step = _double_step
-    if single and native_step.library() is not None:
-        run_step = native_step.step
-    elif single and importlib.util.find_spec("torch") is not None:
-        run_step = _torch_step
+    run_step = native_step.step if single and native_step.library() else _double_step
     counts = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
     rows_M = _labelled_both_ways(*counts)
     return _ratio_result(rows_M, run_step(views_ND, queries_QD, labels, rows_M, step_size), guard, *counts)
@@ -216,44 +207,11 @@ def _double_step(
     return native_step.StepVectors(*map(np.concatenate, zip(*parts)))
 
 
-def _torch_step(
-    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
-) -> native_step.StepVectors:
-    """Run `native_step.step` in torch, in batches of vectors."""
-    import torch
-
-    positive_MQ, negative_MQ = labels.rows(rows_M)
-    partners = torch.from_numpy(native_step.to_int16(partners_QD).values())
-    moved_MD = np.empty((len(rows_M), vectors_ND.shape[1]), np.float32)
-    scores_M2 = np.empty((len(rows_M), 2), np.float32)  # <x, A> and <x, B>
-    for start in range(0, len(rows_M), _SINGLE_ROWS_AT_ONCE):
-        stop = min(start + _SINGLE_ROWS_AT_ONCE, len(rows_M))
-        moved_MD[start:stop] = vectors_ND[rows_M[start:stop]]
-        x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
-        positive_MD = _bag_sums(partners, positive_MQ, start, stop)
-        negative_MD = _bag_sums(partners, negative_MQ, start, stop)
-        scores[:, 0] = (x_MD * positive_MD).sum(1)
-        scores[:, 1] = scores[:, 0] + (x_MD * negative_MD).sum(1)
-        positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
-        x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
-    return native_step.StepVectors(moved_MD, scores_M2)
-
-
-def _bag_sums(partners: "torch.Tensor", labels_MQ: csr_array, start: int, stop: int) -> "torch.Tensor":
-    """Sum the partners of rows `start` up to `stop`."""
-    import torch
-
-    first, last = labels_MQ.indptr[start], labels_MQ.indptr[stop]
-    offsets = torch.from_numpy(labels_MQ.indptr[start : stop + 1] - first)
-    indices = torch.from_numpy(labels_MQ.indices[first:last])
-    return torch.nn.functional.embedding_bag(indices, partners, offsets, mode="sum", include_last_offset=True)
-
-
 def _ratio_result(
     rows_M: IntArray, step: native_step.StepVectors, guard: float, num_positive_N: IntArray, num_negative_N: IntArray
 ) -> StepResult:
     """Drop the vectors outside the ratio loss's domain."""
-    inside_M = (step.scores_M2 > guard).all(axis=1)
+    inside_M = ((step.scores_M2 > guard) & (step.scores_M2 < np.inf)).all(axis=1)
     losses_M = np.diff(np.log(step.scores_M2[inside_M].astype(np.float64)), axis=1)
     moved_MD = step.moved_MD if inside_M.all() else step.moved_MD[inside_M]
     result = _result(rows_M[inside_M], moved_MD, losses_M, num_positive_N, num_negative_N)

@@ -1,7 +1,6 @@
 """Run AOpt's step in float32 by the loop compiled from `step.c`.
 
-The loop exists where the package was built with a C compiler; without it `aopt` computes the same in torch, in many
-passes over memory.
+The loop exists where the package was built with a C compiler; without it `aopt` computes the step in float64.
 
 Partners are 16-bit integers (`to_int16`), since the time is that of reading them.
 
@@ -30,7 +29,7 @@ LIBRARY, INTERFACE = "mvr_ray.core._step", 2
 LANES = 16  # as in step.c
 KINDS = {"float32": 0, "float16": 1}
 ROWS_AT_ONCE = 1024  # a thread's batch
-LARGEST, TINY, LINE = 32767, np.float32(2.0**-110), 64
+LINE = 64
 
 
 class StepVectors(NamedTuple):
@@ -69,12 +68,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors:
-    """Convert each vector to 16-bit integers with a unit of its own, the largest 32,767; the same with and without
-    `library`. A vector of numbers below 2^-110 is zero; the unit of one with an infinity or NaN is NaN."""
+    """Convert each vector to 16-bit integers with a unit of its own, the largest 32,767. A vector of numbers below
+    2^-110 is zero; the unit of one with an infinity or NaN is NaN. `library` must not be None."""
     vectors_QD = np.ascontiguousarray(vectors_QD, np.float32)
     loop, (count, dimension) = library(), vectors_QD.shape
-    if loop is None:
-        return _to_int16_plain(vectors_QD)
+    assert loop is not None, "check `library` first"
     buffer = np.empty(2 * vectors_QD.size + LINE, np.uint8)
     start = -buffer.ctypes.data % LINE
     whole = buffer[start:][: 2 * vectors_QD.size].view(np.int16)
@@ -86,17 +84,6 @@ def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors
 
     _run_in_threads(run_rows, count, threads)
     return result
-
-
-def _to_int16_plain(vectors_QD: NDArray[np.float32]) -> Int16Vectors:
-    largest_Q = np.abs(vectors_QD).max(axis=1, initial=0)
-    finite_Q = np.isfinite(vectors_QD).all(axis=1)
-    zero_Q = (largest_Q < TINY) | ~finite_Q
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        inverse_Q = np.where(zero_Q, 0, np.float32(LARGEST) / largest_Q).astype(np.float32)
-        whole_QD = np.where(zero_Q[:, None], 0, np.rint(vectors_QD * inverse_Q[:, None])).astype(np.int16)
-    unit_Q = np.where(largest_Q < TINY, 0, largest_Q / np.float32(LARGEST)).astype(np.float32)
-    return Int16Vectors(whole_QD, np.where(finite_Q, unit_Q, np.float32(np.nan)).astype(np.float32))
 
 
 def _run_in_threads(run_rows: Callable[[int, int], None], count: int, threads: int | None) -> None:

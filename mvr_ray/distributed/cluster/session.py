@@ -515,7 +515,7 @@ def _check_software(precision: str) -> Iterator[Check]:
     detail = importlib.metadata.version("openvino") if has_openvino else lack
     yield Check("openvino", has_openvino or not is_needed, detail)
     missing = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
-    lack = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
+    lack = f"{', '.join(missing)} missing: torch and numpy are slower in their place; install again with a C compiler"
     yield Check("compiled loops", not missing, lack if missing else "search and refinement, compiled from C")
     folder = Path(resolve_model(PACKAGED_MODEL))
     lack = f"{PACKAGED_MODEL} is not installed (pip install mvr-ray brings it); the first use fetches it, 91 MB"
