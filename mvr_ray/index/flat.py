@@ -31,7 +31,6 @@ CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
 FIRST_CODES_FILE, FIRST_SCALES_FILE = "first-codes.npy", "first-scales.npy"
 """In a shard with files of changes, the codes of its first file's vectors. Opening the shard encodes the changes, so an
 update writes no codes."""
-CODES_FILES = frozenset((CODES_FILE, SCALES_FILE, FIRST_CODES_FILE, FIRST_SCALES_FILE))
 
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:

@@ -7,9 +7,10 @@ first file.
     read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
 
 So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that reads n / gcd(n, m) old
-ones. Views are copied bit for bit; only an updated or distributed approximate index is rebuilt, and its recall measured
-again. A note of each built shard in the staging folder lets the same command resume after any crash. The publication
-requires equal counts of passages and views before and after; the corpus does not change.
+ones; a compaction distributes shards with change files onto the same number. Views are copied bit for bit; the
+approximate index of a new shard is rebuilt, and recall measured again. A note of each built shard in the staging folder
+lets the same command resume after any crash. The publication requires equal counts of passages and views before and
+after; the corpus does not change.
 """
 
 import dataclasses
@@ -26,15 +27,12 @@ from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, com
 from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import LABELS_FILE
-from mvr_ray.index.flat import CODES_FILES
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import rewrite
 from mvr_ray.store.embeddings import EmbeddingWriter
-from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
 
@@ -228,7 +226,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]),
             shards.renew_periodically(store, base, _compact_key(base), run.index.grace_s),
         ):
-            is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
+            is_rebuilt = changed_entries and base.index_params["kind"] != "flat"
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
             calls = [(store.address, base, entry, sample) for entry in entries]
             memory = shards.builder_memory(base, [entry.num_vectors for entry in entries])
@@ -257,27 +255,11 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
 
 
 def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
-    """Compact one shard, or return its note, or the shard itself if it has no changes; its recall is measured with
-    `sample` queries."""
-    store = Store(address)
+    """Build one shard again, as `reshard_one` does, or return it as it is if it has no changes; its recall is measured
+    with `sample` queries."""
     if paths.CHANGES not in entry.files:
-        return BuiltShard(entry, shards.shard_recall(store, base, entry, sample))
-    note = paths.staged_shard(base.index, _compact_key(base), "compact", entry.shard)
-    if result := shards.read_note(store, base.index, note):
-        return result
-    embeddings = shards.shard_embeddings(store, base.index, entry)
-    with shards.shard_folder(store) as folder:
-        rewrite(embeddings, folder / paths.EMBEDDINGS, {})
-        is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
-        names -= CODES_FILES  # of the old first file, or vector order: built again
-        if is_rebuilt:
-            names &= {paths.PRUNED_JSON}
-        index_files = {name: file for name, file in entry.files.items() if name in names}
-        for name in index_files:
-            link_or_copy(embeddings.path.with_name(name), folder / name)
-        new_entry = shards.build_shard(store, base, entry.shard, folder, index_files)
-    recall = shards.shard_recall(store, base, new_entry, sample)
-    return shards.write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
+        return BuiltShard(entry, shards.shard_recall(Store(address), base, entry, sample))
+    return reshard_one(address, base, len(base.shards), _compact_key(base), entry.shard, sample)
 
 
 def _compact_key(base: Manifest) -> str:
