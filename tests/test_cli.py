@@ -81,8 +81,8 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
     missing = {
         "retrieve": "retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
         f"format={'|'.join(get_args(RankingFormat))}",
-        "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and "
-        "output=FILE to keep the predictions",
+        "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr, jsonl or "
+        "pyserini), and output=FILE to keep the predictions",
     }
     nowhere = "run file nowhere.yaml does not exist; `mvr-ray init DATA` writes one for your data"
     assert command(stage, "nowhere.yaml") == (2, "", f"mvr-ray: {missing.get(stage, nowhere)}\n")

@@ -94,7 +94,7 @@ def test_rankings_of_different_questions_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "w.json"
     wrong.write_text('[{"question": "q"}]')
-    with pytest.raises(DataError, match="entry 1: not a ranking"):
+    with pytest.raises(DataError, match="entry 1: no question with its ctxs"):
         compare(wrong, wrong, [1])
     wrong.write_text('[{"question": "q", "answers": [], "ctxs": [{"has_answer": false}]}]')
     with pytest.raises(DataError, match="entry 1: it is not known which passages answer 'q'"):
@@ -149,10 +149,11 @@ def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_
         compare(path, path, [1])
     document = tmp_path / "b.json"
     document.write_text("[\n{]")
-    with pytest.raises(DataError, match=r"b\.json:2: not JSON: .*"):
+    with pytest.raises(DataError, match=r"b\.json:2: not valid JSON: .*"):
         compare(document, path, [1])
-    document.write_text('{"q1": {}, "q1": {}}')
-    with pytest.raises(DataError, match=r"b\.json: an object has the key 'q1' twice"):
+    question = '"q1": {"question": "q", "contexts": []}'
+    document.write_text(f"{{{question}, {question}}}")
+    with pytest.raises(DataError, match=r"b\.json:1: not valid JSON: an object has the key 'q1' twice"):
         compare(document, path, [1])
 
 

@@ -92,12 +92,12 @@ def tune(run: "RunConfig", progress: "Progress", questions: str) -> Any:
 
 
 @stage_command(
-    "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
+    "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr, jsonl or pyserini), and output=FILE to keep the predictions"
 )
 def read(run: "RunConfig", progress: "Progress", ranking: str, output: str = "") -> Any:
     """Read answers out of ranked passages and score them.
 
-    `read CONFIG ranking=FILE [output=FILE]`, a file of `retrieve` in format dpr or jsonl.
+    `read CONFIG ranking=FILE [output=FILE]`, a file of `retrieve` in format dpr, jsonl or pyserini.
     """
     from mvr_ray.distributed import read as stage
 

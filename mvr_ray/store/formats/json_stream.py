@@ -91,10 +91,14 @@ class JsonReader:
 
     def members(self) -> Iterator[str]:
         """Yield the keys of an object; the caller reads each key's value before asking for the next."""
+        keys: set[str] = set()
         for _ in self._entries("{", "}"):
             key = self.value()
             if not isinstance(key, str):
                 raise self._format_error(f"a key is {key!r:.40}, not a text", self._at)
+            if key in keys:
+                raise self._format_error(f"an object has the key {key!r:.40} twice; remove or rename one", self._at)
+            keys.add(key)
             self._take(":")
             yield key
 

@@ -1,6 +1,5 @@
 """Read the ids of the passages in a ranking of any program: TREC run, DPR's or pyserini's JSON, JSON lines, Parquet."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks
-from mvr_ray.store.formats.records import BadRow
-from mvr_ray.store.formats.text_files import json_lines
+from mvr_ray.store.formats.rankings import ranking_rows
 from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import read_trec_run
 
@@ -75,30 +72,7 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
 
 
 def _json(path: Path) -> Iterator[QuestionHits]:
-    """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
-    if path.suffix == ".jsonl":
-        rows = []
-        for line in json_lines(path):
-            if isinstance(line, BadRow):
-                raise DataError(f"{line}; give a ranking of `mvr-ray retrieve` with format=jsonl")
-            rows.append(line.values)
-    else:
-        try:
-            rows = DECODER.decode(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8: {error}") from None
-        except ValueError as error:
-            raise DataError(f"{path}: {error}") from None
-    if isinstance(rows, dict):
-        rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        where = f"{path}, entry {number}"
-        is_row = isinstance(row, dict) and isinstance(row.get("question"), str)
-        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if is_row else None
-        if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
-            raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
-        names = [str(hit["docid"] if "docid" in hit else context_id(hit)) for hit in hits]
-        marks = [hit.get("has_answer") if row.get("answers") else None for hit in hits]
-        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], list(zip(names, marks)))
+    for row in ranking_rows(path):
+        marks = [hit.get("has_answer") if row.get("answers") else None for hit in row["hits"]]
+        hits = [(str(context_id(hit)), mark) for hit, mark in zip(row["hits"], marks)]
+        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], hits)

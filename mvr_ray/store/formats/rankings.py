@@ -1,7 +1,7 @@
 """Write rankings as DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines and Parquet.
 
-A file appears whole when its last row is written. Those with passages' texts, DPR's JSON and JSON lines, are read back
-by `read_ranking`, row by row, whichever program wrote them.
+A file appears whole when its last row is written. Those with passages' texts, the JSON files, are read back by
+`read_ranking`, row by row, whichever program wrote them.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from mvr_ray.errors import DataError
 from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import BadRow, question_id
-from mvr_ray.store.formats.text_files import json_lines, open_text
+from mvr_ray.store.formats.text_files import json_lines, open_text, plain_name
 from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import run_lines
 from mvr_ray.store.parts import to_columns
@@ -35,7 +35,7 @@ HIT_FORMATS = ("trec", "msmarco", "parquet")
 PARQUET_QUESTIONS = 256
 _NO_HITS = "[]\n}"
 """The end of an entry of DPR's JSON without hits."""
-_TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
+_FORMATS = "give a ranking as `mvr-ray retrieve` writes it with format=dpr, jsonl or pyserini"
 
 
 class RankedPassage(NamedTuple):
@@ -110,52 +110,64 @@ def _warn_of_empty(rows: Iterable[RankedQuestion], path: Path, format: str) -> I
 
 
 def read_ranking(path: Path, max_passages: int | None = None) -> Iterator[RankedQuestion]:
-    """Read the questions of a DPR reader JSON or JSON lines file, each with its first `max_passages` passages.
+    """Read the questions of a JSON ranking, each with its first `max_passages` passages.
 
     A title or text that the file lacks is empty, a score NaN. Raises DataError naming the row that is none.
     """
+    for number, row in enumerate(ranking_rows(path)):
+        where = f"{path}, entry {number + 1}"
+        answers = row.get("answers") or []
+        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+            raise DataError(f"{where}: answers is {answers!r:.60}, not a list of texts")
+        passages = [_hit(hit, f"{where}, passage {at}") for at, hit in enumerate(row["hits"][:max_passages], 1)]
+        name = question_id(path, number) if row.get("id") is None else str(row["id"])
+        yield RankedQuestion(Question(name, row["question"], tuple(answers)), passages)
+
+
+def ranking_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the objects of DPR's reader JSON, JSON lines, or pyserini's JSON by question id, each with a text as
+    `question`, objects as `hits`, and an `id` where the file has one. Raises as `read_ranking`."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
-    number = -1
+    number = 0
     with open_text(path) as file:
-        for number, row in enumerate(_rows(file, path)):
-            yield _parse_ranking(row, number, path, max_passages)
-    if number < 0:
+        for number, row in enumerate(_rows(file, path), 1):
+            names = ("ctxs", "hits", "contexts") if isinstance(row, dict) else ()
+            hits = next((row[name] for name in names if name in row), None)
+            if not isinstance(hits, list) or not isinstance(row.get("question"), str):
+                raise DataError(f"{path}, entry {number}: no question with its ctxs, hits or contexts; {_FORMATS}")
+            for at, hit in enumerate(hits, 1):
+                if not isinstance(hit, dict):
+                    where = f"{path}, entry {number}, passage {at}"
+                    raise DataError(f"{where}: {hit!r:.60} is not a passage with id, title, text and score")
+            yield {**row, "hits": hits}
+    if not number:
         raise DataError(f"ranking {path} holds no question")
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[Any]:
     reader = JsonReader(file, str(path))
     first = reader.peek()
+    members = reader.members() if first == "{" and plain_name(path).suffix != ".jsonl" else iter(())
+    first_key = next(members, "")
     if first == "[":
         yield from reader.items()
         reader.finish()
-    elif first in ("{", ""):
+    elif first not in ("{", ""):
+        raise DataError(f"{path}: neither a JSON array or object nor JSON lines; {_FORMATS}")
+    elif first_key and reader.peek() == "{":
+        for key in itertools.chain([first_key], members):
+            row = reader.value()
+            yield {"id": key, **row} if isinstance(row, dict) else row
+        reader.finish()
+    else:
         for row in json_lines(path):
             if isinstance(row, BadRow):
-                raise DataError(f"{row}; {_TEXTS}")
+                raise DataError(f"{row}; {_FORMATS}")
             yield row.values
-    else:
-        raise DataError(f"{path}: neither a JSON array nor JSON lines; {_TEXTS}")
 
 
-def _parse_ranking(row: Any, number: int, path: Path, max_passages: int | None) -> RankedQuestion:
-    where = f"{path}, entry {number + 1}"
-    hits = row.get("ctxs", row.get("hits")) if isinstance(row, dict) else None
-    if not isinstance(hits, list) or not isinstance(row.get("question"), str):
-        raise DataError(f"{where}: no question with its ctxs or hits; {_TEXTS}")
-    answers = row.get("answers") or []
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise DataError(f"{where}: answers is {answers!r:.60}, not a list of texts")
-    passages = [_hit(hit, f"{where}, passage {at}") for at, hit in enumerate(hits[:max_passages], 1)]
-    name = row.get("id")
-    question = Question(question_id(path, number) if name is None else str(name), row["question"], tuple(answers))
-    return RankedQuestion(question, passages)
-
-
-def _hit(hit: Any, where: str) -> RankedPassage:
-    if not isinstance(hit, dict):
-        raise DataError(f"{where}: {hit!r:.60} is not a passage with id, title, text and score")
+def _hit(hit: dict[str, Any], where: str) -> RankedPassage:
     title, text, score, mark = hit.get("title") or "", hit.get("text") or "", hit.get("score"), hit.get("has_answer")
     if not isinstance(title, str) or not isinstance(text, str):
         raise DataError(f"{where}: title {title!r:.40} or text {text!r:.40} is not a text")

@@ -190,17 +190,21 @@ def test_broken_runs_are_named_with_their_line(write: Callable[[str, str], Path]
         list(read_trec_run(write("bad", "q Q0 d 1 inf t\nq Q0 e 2 NaN t\n")))
 
 
-@pytest.mark.parametrize("format", ["dpr", "jsonl"])
+@pytest.mark.parametrize("format", ["dpr", "jsonl", "pyserini"])
 def test_a_ranking_reads_back_as_it_was_written(tmp_path: Path, format: str):
     path = tmp_path / "dev.ranked.json"
     write_ranking(ROWS, path, format)
     read = list(read_ranking(path))
     assert [row.question.text for row in read] == ['who "is" it?', "no hits"]
     assert [row.question.answers for row in read] == [("me", "ä"), ()]
-    ids = ["q1", "q2"] if format == "jsonl" else ["dev-0", "dev-1"]  # DPR's JSON keeps no ids
+    ids = ["dev-0", "dev-1"] if format == "dpr" else ["q1", "q2"]  # DPR's JSON keeps no ids
     assert [row.question.id for row in read] == ids
     for before, after in zip(ROWS, read, strict=True):
-        assert [hit[:3] for hit in after.passages] == [hit[:3] for hit in before.passages]
+        assert [hit.id for hit in after.passages] == [hit.id for hit in before.passages]
+        own = [(f"{hit.title}\n{hit.text}" if format == "pyserini" else hit.text) for hit in before.passages]
+        assert [hit.text for hit in after.passages] == own
+        titles = [hit.title for hit in before.passages]
+        assert [hit.title for hit in after.passages] == ([""] * len(titles) if format == "pyserini" else titles)
         assert [np.float32(hit.score) for hit in after.passages] == [np.float32(hit.score) for hit in before.passages]
         assert [hit.has_answer for hit in after.passages] == [hit.has_answer for hit in before.passages]
     assert [len(row.passages) for row in read_ranking(path, 1)] == [1, 0]
@@ -215,22 +219,28 @@ def test_a_ranking_of_others_reads_without_ids_titles_or_scores(tmp_path: Path):
     assert (full.id[:4], full.text, full.score) == ("ctx-", "body", 2.0)
 
 
-TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
+FORMATS = "give a ranking as `mvr-ray retrieve` writes it with format=dpr, jsonl or pyserini"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("q1 Q0 p1 1 2.0 tag\n", f"{{path}}: neither a JSON array nor JSON lines; {TEXTS}"),
+        ("q1 Q0 p1 1 2.0 tag\n", f"{{path}}: neither a JSON array or object nor JSON lines; {FORMATS}"),
         ("", "ranking {path} holds no question"),
         ("[]", "ranking {path} holds no question"),
         (
             '{"question": "q",\n',
-            f"{{path}}:1: not valid JSON: Expecting property name enclosed in double quotes*; {TEXTS}",
+            f"{{path}}:1: not valid JSON: Expecting property name enclosed in double quotes*; {FORMATS}",
         ),
-        ('{"q1": {"question": "q", "contexts": []}}', f"{{path}}, entry 1: no question with its ctxs or hits; {TEXTS}"),
-        ('[{"ctxs": []}]', f"{{path}}, entry 1: no question with its ctxs or hits; {TEXTS}"),
-        ('[{"question": "q", "ctxs": []}, 7]', f"{{path}}, entry 2: no question with its ctxs or hits; {TEXTS}"),
+        (
+            '{"q1": {"question": "q", "titles": []}}',
+            f"{{path}}, entry 1: no question with its ctxs, hits or contexts; {FORMATS}",
+        ),
+        ('[{"ctxs": []}]', f"{{path}}, entry 1: no question with its ctxs, hits or contexts; {FORMATS}"),
+        (
+            '[{"question": "q", "ctxs": []}, 7]',
+            f"{{path}}, entry 2: no question with its ctxs, hits or contexts; {FORMATS}",
+        ),
         ('[{"question": "q", "answers": "a", "ctxs": []}]', "{path}, entry 1: answers is 'a', not a list of texts"),
         (
             '[{"question": "q", "ctxs": ["p1"]}]',
