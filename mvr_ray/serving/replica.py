@@ -12,8 +12,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI
@@ -228,18 +228,6 @@ def with_full_paths(run: RunConfig) -> RunConfig:
     return run.model_copy(update=sections)
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables until the block ends; those that are set already stay."""
-    absent = variables.keys() - os.environ.keys()
-    os.environ.update({name: variables[name] for name in absent})
-    try:
-        yield
-    finally:
-        for name in absent:
-            os.environ.pop(name, None)
-
-
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
@@ -247,6 +235,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     for one without the words that `search.hybrid` needs, before Ray starts; ResourceError where no replica starts.
     HAProxy runs on this machine, and so must a proxy of Serve: in a running cluster, call this on the head.
     """
+    from mvr_ray.distributed.cluster.ray_internals import environment
     from mvr_ray.distributed.cluster.session import connect
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import require_words
@@ -260,7 +249,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         require_words(manifest)
     say("starting Ray Serve, which takes half a minute")
     variables, signals, before = _CLUSTER_VARIABLES | proxy_variables(run.serve), [], {}
-    with _environment(variables), ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
+    with environment(variables, replace=False), ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _start_serve(run)
         try:
             _deploy(run, version, tokens, port)

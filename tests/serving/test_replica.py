@@ -14,8 +14,9 @@ from version_store import version_catalog
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.cluster.ray_internals import environment
 from mvr_ray.errors import ConfigError, OverloadedError, ResourceError
-from mvr_ray.serving import proxy_limit, replica
+from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.auth import TokenStore
 from mvr_ray.serving.replica import (
     SearchIngress,
@@ -111,7 +112,7 @@ def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypat
         with pytest.raises(ConfigError, match="cannot be listened at"):
             serve_until_interrupted(RunConfig.model_validate(sections), None, print)
     assert dict(os.environ) == before
-    with replica._environment(proxy_limit.proxy_variables(ServeConfig(timeout_ms=1500))):
+    with environment(proxy_limit.proxy_variables(ServeConfig(timeout_ms=1500)), replace=False):
         assert (os.environ[proxy_limit.MAX_WAITING], os.environ[proxy_limit.TIMEOUT_MS]) == ("7", "1500")
     assert dict(os.environ) == before
 

@@ -4,8 +4,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,20 @@ _TRIES_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
 @contextmanager
+def environment(variables: Mapping[str, str], *, replace: bool = True) -> Iterator[None]:
+    """Set these environment variables until the block ends; without `replace`, those that are set already stay."""
+    before = {name: os.environ.get(name) for name in variables if replace or name not in os.environ}
+    os.environ.update({name: variables[name] for name in before})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
 def loopback_node() -> Iterator[None]:
     """Give a node that starts in this block the address 127.0.0.1; all its processes listen only there.
 
@@ -35,27 +49,17 @@ def loopback_node() -> Iterator[None]:
     constant that every process reads from the environment when it imports Ray.
     """
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    variable, os.environ[_CLUSTER_VARIABLE] = os.environ.get(_CLUSTER_VARIABLE), "0"
     try:
-        yield
+        with environment({_CLUSTER_VARIABLE: "0"}):
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        del os.environ[_CLUSTER_VARIABLE]
-        if variable is not None:
-            os.environ[_CLUSTER_VARIABLE] = variable
 
 
-@contextmanager
-def one_try() -> Iterator[None]:
+def one_try() -> AbstractContextManager[None]:
     """Let a driver that joins a cluster in this block try once, which takes 40 seconds where another program than Ray's
     control store listens. Without a number in the environment, Ray tries 20 times."""
-    is_set = _TRIES_VARIABLE in os.environ
-    os.environ.setdefault(_TRIES_VARIABLE, "1")
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[_TRIES_VARIABLE]
+    return environment({_TRIES_VARIABLE: "1"}, replace=False)
 
 
 def listens_on_loopback_alone(address: str) -> bool:
@@ -88,9 +92,9 @@ def reread_authentication() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+@environment({"RAY_AUTH_MODE": "disabled"})
 def accepts_without_token(address: str) -> bool:
     """Whether a cluster accepts a client without a token. False where it cannot be reached."""
-    mode, os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE"), "disabled"
     try:
         gcs_address = services.canonicalize_bootstrap_address(address)
         if not gcs_address:
@@ -102,10 +106,6 @@ def accepts_without_token(address: str) -> bool:
         GcsClient(address=gcs_address)
     except (ray.exceptions.RayError, OSError, ValueError):
         return False
-    finally:
-        del os.environ["RAY_AUTH_MODE"]
-        if mode is not None:
-            os.environ["RAY_AUTH_MODE"] = mode
     return True
 
 

@@ -361,7 +361,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     secret = {}
     if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
-    os.environ.update(secret)
+    stack.enter_context(ray_internals.environment(secret))
     ray_internals.reread_authentication()
     try:
         try:
@@ -386,8 +386,6 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         with _deferring_interrupts():
             _leave_ray()
             stack.close()
-            for name in secret:
-                os.environ.pop(name, None)
             ray_internals.reread_authentication()
 
 
