@@ -15,9 +15,21 @@ from mvr_ray.types import no_progress
 QUERIES_QD = np.random.default_rng(8).integers(-2, 3, (300, D)).astype(np.float32)
 
 
+CORPORA = pytest.mark.parametrize(("num_passages", "num_shards"), [(90, 5), (3, 5), (1, 1)])
+
+
 @pytest.mark.ray
-@pytest.mark.parametrize(("num_passages", "num_shards"), [(90, 5), (3, 5), (1, 1)])
+@CORPORA
 def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_session, num_passages, num_shards):
+    assert_brute_force(tmp_path, num_passages, num_shards)
+
+
+@CORPORA
+def test_refiners_of_this_process_find_what_brute_force_does(tmp_path, without_ray, num_passages, num_shards):
+    assert_brute_force(tmp_path, num_passages, num_shards)
+
+
+def assert_brute_force(tmp_path, num_passages, num_shards):
     """Few distinct values give ties within a refiner, across refiners, and at the last rank; some shards are empty."""
     views = random_views(num_passages, seed=3, levels=1)
     version = publish_random_index(tmp_path, views, num_shards)
