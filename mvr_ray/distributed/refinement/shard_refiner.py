@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RefineConfig
@@ -136,9 +135,9 @@ class ShardRefiner:
     @cached_property
     def _numbers_P(self) -> IntArray:
         """Number in the whole index of each passage of the actor, in order of id."""
-        ids = pa.chunked_array([pa.array(self._ids(shard), pa.string()) for shard in self.starts])
+        ids = [name for shard in self.starts for name in self._ids(shard)]
         numbers = [start + np.arange(self.entries[shard].num_passages) for shard, start in self.starts.items()]
-        return pa.table({"id": ids, "number": np.concatenate(numbers)}).sort_by("id").column("number").to_numpy()
+        return np.concatenate(numbers)[sorted(range(len(ids)), key=ids.__getitem__)]
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
