@@ -16,6 +16,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -84,6 +85,8 @@ TIMEOUT_S = 600.0
 MAX_SPANS = 16_384
 """Passages whose sentences a router caches: splitting those of ten hits takes longer than the search."""
 MAX_DEPTHS = 256
+TEXTS_AT_ONCE = 256
+"""Texts of hits that are read and counted before the deadline is checked again."""
 SOURCES_S = 10.0
 """Seconds for which a check of corpus and encoder in the store stays valid."""
 SOURCES_WAIT_S = 1.0
@@ -385,10 +388,19 @@ class Router:
     def _parts(
         self, queries_QD: FloatArray, texts: Sequence[str], hits: Sequence[Sequence[Hit]], deadline: Deadline
     ) -> list[list[HybridParts]]:
-        """Both scores of every hit. Raises CoverageError if a hit's shard does not answer in time."""
+        """Both scores of every hit. Raises CoverageError if a hit's shard does not answer in time, or the texts of the
+        hits cannot be read in time."""
         statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
-        passages = list(self.passages(sorted({hit.passage_id for own in hits for hit in own})).values())
-        counts = dict(zip((passage.id for passage in passages), statistics.rule.count_words(passages)))
+        ids = sorted({hit.passage_id for own in hits for hit in own})
+        counts: dict[str, Counter[str]] = {}
+        for start in range(0, len(ids), TEXTS_AT_ONCE):
+            if not deadline.left_s:
+                raise CoverageError(
+                    f"the words of {len(ids) - start} of the {count_noun(len(ids), 'hit')} were not counted by the "
+                    f"deadline; ask for fewer hits at once, or without their texts, or allow more time"
+                )
+            passages = self.passages(ids[start : start + TEXTS_AT_ONCE])
+            counts |= zip(passages, statistics.rule.count_words(list(passages.values())))
         views = self._stored_views(list(counts), deadline)
         return [
             [

@@ -26,6 +26,7 @@ from test_router import Stuck
 from mvr_ray import deadline as deadline_module
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.indexing.lexical import (
     LexicalTask,
     build_lexical,
@@ -37,6 +38,7 @@ from mvr_ray.distributed.indexing.lexical import (
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
+from mvr_ray.errors import CoverageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.lexical import Postings, WordRule, find_words_as_bm25s
 from mvr_ray.store import manifest as manifests
@@ -99,6 +101,29 @@ def test_a_shard_that_never_answers_leaves_time_for_the_parts_of_the_others_hits
     assert [shard.state for shard in answer.shards] == ["searched", "late", "searched"]
     [[hit]], [[both]] = answer.hits, answer.parts
     assert hit.score == np.float32(both.lexical + 2.0 * both.dense) and fleet.now_s < 102.0
+
+
+def test_past_the_deadline_a_hybrid_search_reads_no_further_texts(tmp_path, monkeypatch):
+    views = random_views(30, 5)
+    corpus = corpus_of(tmp_path, random_rows(views, 5), 2)
+    router = local_router(tmp_path, publish_random_index(tmp_path, views, 3, corpus=corpus, words="english"))
+    read: list[str] = []
+
+    def passages(ids):
+        read.extend(ids)
+        return corpus.get(ids)
+
+    class EndsAfterTexts(Deadline):
+        @property
+        def left_s(self) -> float:
+            return 0.0 if len(read) >= 8 else 1.0
+
+    monkeypatch.setattr(router, "embed", lambda _: np.ones((1, D), np.float32))
+    monkeypatch.setattr(router, "passages", passages)
+    monkeypatch.setattr(router_module, "TEXTS_AT_ONCE", 4)
+    with pytest.raises(CoverageError, match=r"the words of 22 of the 30 hits were not counted by the deadline; ask"):
+        router.search_text(QUESTIONS[:1], 30, hybrid=2.0, parts=True, deadline=EndsAfterTexts.after(1.0))
+    assert len(read) == 8
 
 
 def local_router(root: Path, version: Manifest) -> Router:
