@@ -360,8 +360,8 @@ class RetrieveConfig(Section):
     refined_queries: bool = False
     """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers."""
     filter: dict[str, Any] | None = None
-    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md), also in `evaluate` and
-    `tune`."""
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md), also in `evaluate`,
+    `tune` and `analyze`. `refine` learns from all passages, and decides by them."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 

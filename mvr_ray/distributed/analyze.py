@@ -42,6 +42,8 @@ from mvr_ray.distributed.evaluate import (
     system_result,
 )
 from mvr_ray.distributed.indexing.shards import shard_embeddings
+from mvr_ray.distributed.retrieve import checked_filter
+from mvr_ray.distributed.searching.masks import MaskCache
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.searching.searcher import as_result
@@ -51,6 +53,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
@@ -148,9 +151,11 @@ class _ShardViews(NamedTuple):
 
 
 def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
-    """Measure the views of the live version with one set of gold-labelled questions.
+    """Measure the views of the live version with one set of gold-labelled questions; with `retrieve.filter` the hits
+    are those that pass.
 
-    Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index.
+    Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index,
+    FilterError.
     """
     settings, store = run.analyze, Store(run.store.path)
     name = settings.questions or next(iter(run.evaluate.questions), None)
@@ -178,12 +183,14 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     gold_views: dict[str, Views] = {}
     matcher = AnswerMatcher(run.evaluate.match)
     need = session.Need("analyzers", 1, run.resources.cpus_per_encoder)
+    ranking_filter = checked_filter(run, passages)
+    text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     with session.connect(run.resources, manifest.num_passages, [need]):
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
             block = questions[start : start + QUESTIONS_AT_ONCE]
             block_QD = queries_QD[start : start + QUESTIONS_AT_ONCE]
             ids = sorted({question.positive_ids[0] for question in block} - gold_views.keys())
-            shards = _search_shards(run, manifest, block_QD, ids, depth, progress)
+            shards = _search_shards(run, manifest, block_QD, ids, depth, text, progress)
             for shard in shards:
                 gold_views |= shard.own
             for view in compared_views:
@@ -402,23 +409,36 @@ def _answer_view(question: Question, spans: Spans) -> int:
 
 
 def _search_shards(
-    run: RunConfig, manifest: Manifest, queries_QD: FloatArray, gold_ids: list[str], depth: int, progress: Progress
+    run: RunConfig,
+    manifest: Manifest,
+    queries_QD: FloatArray,
+    gold_ids: list[str],
+    depth: int,
+    filter: str,
+    progress: Progress,
 ) -> list[_ShardViews]:
     """Search every shard by each view alone and by all together, on the cluster if there is one."""
     queries, ids, cpus = share(queries_QD), share(gold_ids), run.resources.cpus_per_encoder
     entries = [entry for entry in manifest.shards if entry.num_passages]
-    calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth) for entry in entries]
+    calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth, filter) for entry in entries]
     return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(
-    root: str, manifest: Manifest, entry: ShardEntry, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
+    root: str,
+    manifest: Manifest,
+    entry: ShardEntry,
+    queries_QD: FloatArray,
+    gold_ids: Sequence[str],
+    k: int,
+    filter: str,
 ) -> _ShardViews:
     embeddings = shard_embeddings(Store(root), manifest.index, entry)
     blocks = embeddings.blocks()
     ids = pa.array([passage_id for block in blocks for passage_id in block.ids], pa.string())
+    mask_P = MaskCache(root).mask(manifest, entry.shard, ids, filter) if filter else None
     by_view = ([of_view(block, view) for block in blocks] for view in range(manifest.num_views))  # together a copy
-    searches = (FlatIndex(own).search_with_counts(queries_QD, k) for own in itertools.chain(by_view, [blocks]))
+    searches = (FlatIndex(own).search_with_counts(queries_QD, k, mask_P) for own in itertools.chain(by_view, [blocks]))
     return _ShardViews([as_result(entry.shard, hits, ids) for hits in searches], embeddings.find(gold_ids))
 
 

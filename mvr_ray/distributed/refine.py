@@ -52,6 +52,10 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
             f"(mvr-ray update CONFIG changes=FILE), and run `mvr-ray index CONFIG`"
         )
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    if run.retrieve.filter is not None:
+        log.warning(
+            "retrieve.filter has no effect on refine, whose labels, gate and report are of hits among all passages"
+        )
     questions = gather(corpus, run.refine)
     if report := _finished_by(store, base, run, questions):
         return report

@@ -294,7 +294,8 @@ class _Chain:
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
     backbone; times depend on the device, and BM25's negatives on the language of the words; training, mining,
-    refinement and the cutting of passages find answers by `evaluate.match`."""
+    refinement and the cutting of passages find answers by `evaluate.match`; views are measured under
+    `retrieve.filter`."""
     finds_answers = stage in ("train", "mine", "refine") or (stage == "prepare" and run.prepare.chunk_words > 0)
     patterns = [run.evaluate.match] if finds_answers and run.evaluate.match != "string" else []
     if product in ("reader", "cross_encoder"):
@@ -305,8 +306,9 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     hybrid = [run.search.hybrid] if ranks_hybrid else []
     mines_words = stage == "mine" and run.mine.method == "bm25"
     words = [run.index.language] if mines_words and run.index.language != "english" else []
+    filters = [run.retrieve.filter] if stage == "analyze" and run.retrieve.filter is not None else []
     settings = [_deciding_settings(run, section) for section in RULES[stage].sections]
-    return [*settings, *on_gpu, *hybrid, *words, *patterns]
+    return [*settings, *on_gpu, *hybrid, *words, *patterns, *filters]
 
 
 def _deciding_settings(run: RunConfig, section: str) -> dict[str, Any]:

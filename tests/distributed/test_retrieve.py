@@ -19,9 +19,10 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed import mine
-from mvr_ray.distributed.analyze import analyze
+from mvr_ray.distributed.analyze import ALL_VIEWS, analyze
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.evaluate import evaluate, system_result
+from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
@@ -188,7 +189,7 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
 
 
 @without_ray
-def test_measurements_under_a_filter_are_those_of_what_passes(small_index, run_over):
+def test_measurements_under_a_filter_are_those_of_what_passes(small_index, run_over, caplog):
     """The articles have 20 paragraphs: all that pass are among the first 20."""
     store = Store(str(small_index))
     questions, passages = read_questions(only_corpus(store), "dev"), corpus.Corpus.open(store, "corpus")
@@ -199,10 +200,17 @@ def test_measurements_under_a_filter_are_those_of_what_passes(small_index, run_o
     plain = {row.metric: row.value for row in evaluate(run_over(small_index)).rows}
     assert 0 < share < 1 and rows["gold/top-20"] == pytest.approx(share)
     assert rows["gold/top-1"] != plain["gold/top-1"]
+    analyzed_rows = analyze(run_over(small_index, retrieve=retrieval)).rows
+    assert {row.metric: row.value for row in analyzed_rows if row.system == ALL_VIEWS}.items() >= rows.items()
+    assert all(row.value <= share for row in analyzed_rows if row.metric == "gold/top-1")
     with pytest.raises(ConfigError, match=r"evaluate\.bm25 ranks all passages.*set evaluate\.bm25=false"):
         evaluate(run_over(small_index, retrieve=retrieval, evaluate={"bm25": True}))
-    with pytest.raises(FilterError, match="no field 'nothing'"):
-        evaluate(run_over(small_index, retrieve={"filter": {"nothing": 1}}))
+    for stage in (evaluate, analyze):
+        with pytest.raises(FilterError, match="no field 'nothing'"):
+            stage(run_over(small_index, retrieve={"filter": {"nothing": 1}}))
+    with pytest.raises(ConfigError, match=r"refine\.questions names no question set"):
+        refine(run_over(small_index, retrieve=retrieval, refine={"questions": None}))
+    assert "retrieve.filter has no effect on refine" in caplog.text
 
 
 @without_ray

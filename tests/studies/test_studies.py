@@ -238,6 +238,7 @@ def test_steps_with_other_inputs_by_name_are_others(write):
             [[], model, ["mine.cross_encoder=b"], [*model, "read.max_question_tokens=9"], ["index.language=german"]],
         ),
         (trains, [[], ["train.hard_negatives=a"], ["train.hard_negatives=b"]]),
+        (["index", "analyze"], [[], ["retrieve.filter={title: a}"], ["retrieve.filter={title: b}"]]),
     ):
         variants = [{"name": str(number), "set": own, "steps": steps} for number, own in enumerate(sets)]
         plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
