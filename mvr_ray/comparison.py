@@ -28,6 +28,8 @@ from mvr_ray.core.judging.metrics import NDCG_CUTOFF, Groups, interval_over_seed
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
 from mvr_ray.store.formats.ranked_ids import QuestionHits, is_trec_run, read_ranked_ids
+from mvr_ray.store.formats.sources import read_question_file
+from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.trec import read_qrels
 from mvr_ray.types import FloatArray
 
@@ -37,6 +39,8 @@ HOW_TO_JUDGE = (
     "give --qrels FILE, or compare the systems of the files that `mvr-ray evaluate CONFIG ranking=FILE` writes, which "
     "judges by the store's own question sets"
 )
+QUESTION_ENDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+"""Endings of question files; judgements of other names have the columns of TREC or BEIR."""
 CUTOFFS = (1, 5, 20, 100)
 _SAME = 1e-9
 """Seeds that differ by less have no spread for a t-test."""
@@ -122,8 +126,9 @@ def compare(
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
     """Compare two rankings by answer-bearing passages; by gold ones where no question of a file of question ranks has
-    answers; by those that `qrels` judges relevant where it is given, which a TREC run needs. Rows of reciprocal ranks
-    and nDCG follow where both sides know gold or judged passages.
+    answers; by those that `qrels`, judgements of TREC or BEIR or a question file with gold passages, judges relevant
+    where it is given, which a TREC run needs. Rows of reciprocal ranks and nDCG follow where both sides know gold or
+    judged passages.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
     where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
@@ -234,10 +239,13 @@ def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[t
 def _read_judgements(path: Path) -> Judgements:
     if not path.is_file():
         raise DataError(f"qrels {path} does not exist or is not a file; give --qrels the file of judgements")
-    grades = {name: {i: grade for i, grade in own.items() if grade > 0} for name, own in read_qrels(path).items()}
+    is_questions = plain_name(path).suffix.lower() in QUESTION_ENDS
+    grades_of = {one.id: one.grade_of for one in read_question_file(path)} if is_questions else read_qrels(path)
+    grades = {name: {i: grade for i, grade in own.items() if grade > 0} for name, own in grades_of.items()}
     relevant = {name: own for name, own in grades.items() if own}
     if not relevant:
-        raise DataError(f"qrels {path} judges no passage relevant; give --qrels a file with grades above 0")
+        need = "questions with gold passages (positive_ids)" if is_questions else "a file with grades above 0"
+        raise DataError(f"qrels {path} judges no passage relevant; give --qrels {need}")
     return Judgements(path, relevant)
 
 

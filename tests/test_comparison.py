@@ -196,6 +196,28 @@ def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> 
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
+def test_gold_passages_of_a_question_file_count_as_judgements_do(tmp_path: Path) -> None:
+    rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1 + i)) for i in range(3)]
+    write_ranking(rows, tmp_path / "a.trec", "trec")
+    questions = [
+        {"id": "q0", "question": "question 0", "positive_ids": ["right"]},
+        {"id": "q1", "question": "question 1", "positive_ids": ["other1", "right"]},
+        {"id": "q2", "question": "question 2", "positive_ids": []},
+    ]
+    for name, text in (
+        ("qrels", "q0 0 right 1\nq1 0 other1 1\nq1 0 right 1\n"),
+        ("own.jsonl", "".join(json.dumps(one) + "\n" for one in questions)),
+    ):
+        (tmp_path / name).write_text(text)
+    rows, own = (
+        compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=tmp_path / name) for name in ("qrels", "own.jsonl")
+    )
+    assert rows[0].questions == 2 and [row[:4] for row in own] == [row[:4] for row in rows]
+    (tmp_path / "own.jsonl").write_text(json.dumps(questions[2]) + "\n")
+    with pytest.raises(DataError, match=r"judges no passage relevant; give --qrels questions with gold passages"):
+        compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=tmp_path / "own.jsonl")
+
+
 @pytest.mark.parametrize("key", ["id", "passage_id", "psg_id", "docid"])
 def test_hits_of_every_form_are_judged_by_their_ids(tmp_path: Path, key: str) -> None:
     file, qrels = tmp_path / "a.json", tmp_path / "qrels"

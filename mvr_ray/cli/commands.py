@@ -104,7 +104,10 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="Another over the same questions.")],
     k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
-    qrels: Annotated[Path | None, typer.Option(help="TREC qrels: they say which passages count.")] = None,
+    qrels: Annotated[
+        Path | None,
+        typer.Option(help="Which passages count: TREC or BEIR qrels, or a question file with gold passages."),
+    ] = None,
     questions: Annotated[str | None, typer.Option(help="The question set, where FILE:SYSTEM has several.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
     as_json: AsJson = False,
