@@ -1,12 +1,14 @@
 """Turn texts into vectors with any encoder of a run file or of an index."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.rows import passage_records, rows_of
 from mvr_ray.config import parse_run, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
@@ -16,8 +18,10 @@ from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord
-from mvr_ray.types import FloatArray
+from mvr_ray.types import FloatArray, Progress
 
+MANY = 512
+"""Passages embedded at once; as many texts show their progress."""
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "openvino", "openvino-bf16")
 
@@ -91,33 +95,55 @@ class Encoder:
         """Digest of the model and everything that changes an embedding; an index manifest holds it."""
         return self._encoder.fingerprint
 
-    def embed_queries(self, questions: str | Sequence[str], batch_size: int = 64) -> FloatArray:
-        """Return queries_QD, float32, of one question (Q = 1) or several. Raises EncoderError for a question without a
-        word, DataError for one that is not text, ConfigError for a wrong `batch_size`."""
+    def embed_queries(
+        self, questions: str | Sequence[str], batch_size: int = 64, *, progress: Progress | bool | None = None
+    ) -> FloatArray:
+        """Return queries_QD, float32, of one question (Q = 1) or several. `progress` as in the methods of `Index`; None
+        shows it for `MANY` texts or more. Raises EncoderError for a question without a word, DataError for one that is
+        not text, ConfigError for a wrong `batch_size`."""
         _check_size("batch_size", batch_size)
         texts = [questions] if isinstance(questions, str) else list(rows_of(questions))
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not is_text(text):
                 raise DataError(f"question {number} is not text that UTF-8 can encode: {text!r:.60}")
-        return self._encoder.embed_queries(texts, batch_size)
+        blocks = [self._encoder.embed_queries([])]
+        with _callback(progress, len(texts)) as callback:
+            for low in range(0, len(texts), batch_size):
+                blocks.append(self._encoder.embed_queries(texts[low : low + batch_size], batch_size))
+                callback("embed questions", min(low + batch_size, len(texts)), len(texts))
+        return np.concatenate(blocks)
 
-    def embed_passages(self, passages: str | Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
+    def embed_passages(
+        self,
+        passages: str | Iterable[Any],
+        tokens_per_batch: int = 8192,
+        *,
+        progress: Progress | bool | None = None,
+    ) -> EmbeddedViews:
         """Return (views_PVD, mask_PV) of one text, or of passages as `Index.build` takes them: float32, zero where the
-        mask is False, because the passage has fewer snippets. Raises DataError for an invalid passage, ConfigError for
-        a wrong `tokens_per_batch`."""
+        mask is False, because the passage has fewer snippets. `progress` as in `embed_queries`. Raises DataError for an
+        invalid passage, ConfigError for a wrong `tokens_per_batch`."""
         _check_size("tokens_per_batch", tokens_per_batch)
         valid_passages = []
         for record in passage_records([passages] if isinstance(passages, str) else passages):
             if not isinstance(record, PassageRecord):
                 raise DataError(f"{record}; give texts, (id, text), (id, title, text), or mappings with text")
             valid_passages.append(record.passage)
-        tokens = self._encoder.tokenize_passages(valid_passages)
-        block = embed_chunk(self._encoder, [passage.id for passage in valid_passages], tokens, tokens_per_batch, "fp32")
         views_PVD = np.zeros((len(valid_passages), self.num_views, self.dimension), np.float32)
         mask_PV = np.zeros(views_PVD.shape[:2], bool)
-        places = np.repeat(np.arange(len(valid_passages)), np.diff(block.row_ptr)), block.view_numbers_N
-        views_PVD[places], mask_PV[places] = block.vectors_ND, True
+        with _callback(progress, len(valid_passages)) as callback:
+            for low in range(0, len(valid_passages), MANY):
+                chunk = valid_passages[low : low + MANY]
+                tokens = self._encoder.tokenize_passages(chunk)
+                block = embed_chunk(self._encoder, [passage.id for passage in chunk], tokens, tokens_per_batch, "fp32")
+                places = low + np.repeat(np.arange(len(chunk)), np.diff(block.row_ptr)), block.view_numbers_N
+                views_PVD[places], mask_PV[places] = block.vectors_ND, True
+                callback("embed passages", low + len(chunk), len(valid_passages))
         return EmbeddedViews(views_PVD, mask_PV)
+
+
+def _callback(progress: Progress | bool | None, num_texts: int) -> AbstractContextManager[Progress]:
+    return progress_callback(False if progress is None and num_texts < MANY else progress)
 
 
 def _check_size(name: str, size: object) -> None:

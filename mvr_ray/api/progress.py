@@ -1,4 +1,4 @@
-"""Shows the progress of a method as its `progress` argument says."""
+"""Decide whether a method of `Index` or `Encoder` shows its progress."""
 
 import builtins
 import sys

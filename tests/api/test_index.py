@@ -41,6 +41,7 @@ from llama_index.core.schema import TextNode
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
+from mvr_ray.api import encoder as encoder_module
 from mvr_ray.api import searching
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
@@ -538,6 +539,31 @@ def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index
     assert index.passages("p1") == index.passages(["p1"]) != {}
     with pytest.raises(DataError, match=r"^'A tower\.' is one text and holds no rows; give a list"):
         index.upsert("A tower.")
+
+
+def test_an_encoder_shows_how_many_of_many_texts_it_has_embedded(index: Index, monkeypatch, capsys):
+    steps: list[tuple[str, int, int]] = []
+    texts = [row["text"] for row in ROWS]
+
+    def embed(**options: Any) -> tuple[np.ndarray, np.ndarray]:
+        return index.encoder.embed_passages(ROWS, **options).views_PVD, index.encoder.embed_queries(texts, 8, **options)
+
+    whole = embed(progress=lambda *step: steps.append(step))
+    assert steps[0] == ("embed passages", len(ROWS), len(ROWS)) and steps[1] == ("embed questions", 8, len(ROWS))
+    assert steps[-1] == ("embed questions", len(ROWS), len(ROWS))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    embed()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(encoder_module, "MANY", 8)
+    steps.clear()
+    for one, other in zip(whole, embed(progress=lambda *step: steps.append(step)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert steps[0] == ("embed passages", 8, len(ROWS))
+    embed()
+    output = capsys.readouterr().err
+    assert "embed passages" in output and "embed questions" in output
+    embed(progress=False)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("question", ["half a pair: \ud800", 5])
@@ -1418,7 +1444,7 @@ def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsy
 
 
 def test_every_method_with_progress_shows_it_by_default():
-    methods = [getattr(Index, name) for name in dir(Index) if not name.startswith("_")]
+    methods = [getattr(of, name) for of in (Index, Encoder) for name in dir(of) if not name.startswith("_")]
     parameters = [inspect.signature(method).parameters for method in methods if callable(method)]
     assert {own["progress"].default for own in parameters if "progress" in own} == {None}
 
