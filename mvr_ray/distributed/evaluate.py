@@ -176,7 +176,8 @@ def evaluate(
     if rank.refined_queries:
         warn_of_plain_queries(base, [own.name for own in sets])
     with open_router(run, base.version) as router:
-        measurement.add(run.index.name, rank_questions(run, router, sets, rank, progress))
+        queries: list[str] | None = [] if settings.hybrid or run.search.hybrid is not None else None
+        measurement.add(run.index.name, rank_questions(run, router, sets, rank, progress, queries))
         if settings.bm25:
             measurement.add(BM25_SYSTEM, _rank_by_words(run, corpus, sets, rank, progress))
         weights: list[HybridWeight | None] = [run.search.hybrid]
@@ -185,7 +186,7 @@ def evaluate(
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
             weights.append(best.weight)
         for weight in dict.fromkeys(weight for weight in weights if weight is not None):
-            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
+            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress, queries)
             measurement.add(system_name(weight), ranked_questions)
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(

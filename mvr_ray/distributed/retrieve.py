@@ -7,6 +7,8 @@ rankers. Batches finish in any order and are returned in theirs.
 Shapes: Q queries, D dimension.
 """
 
+import base64
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -77,11 +79,13 @@ class QuestionRanker:
         self.matcher = AnswerMatcher(settings.match)
         self._refined_queries = lru_cache(router.refined_queries)
 
-    def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
-        """Search for each question; hits are best first and judged by the question's answers."""
+    def rank(self, batch: QuestionSet, queries_QD: FloatArray | None = None) -> list[list[RankedPassage]]:
+        """Search for each question; hits are best first and judged by the question's answers. `queries_QD`: the result
+        of `embed`, if it is known."""
+        queries_QD = self.embed(batch) if queries_QD is None else queries_QD
         weight = self.settings.hybrid
         hybrid = None if weight is None else HybridQueries(batch.texts, weight)
-        answer = self.search(self.embed(batch), self.settings.k, hybrid)
+        answer = self.search(queries_QD, self.settings.k, hybrid)
         passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
         return [
             [self.to_ranked(question, hit, passages[hit.passage_id]) for hit in hits]
@@ -117,17 +121,33 @@ class QuestionRanker:
 
 
 class _PoolRanker:
-    """A ranker on a worker. It loads its encoder with the first batch."""
+    """A ranker on a worker. It loads its encoder with the first batch to embed, and returns the vectors, too, if its
+    caller `keeps_queries`."""
 
     def __init__(
-        self, store: str, manifest: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
+        self,
+        store: str,
+        manifest: Manifest,
+        fleet: Fleet,
+        settings: RankSettings,
+        threads: int,
+        gpu: bool,
+        keeps_queries: bool,
     ) -> None:
         router = Router(Store(store), manifest, fleet, threads=threads, gpu=gpu)
         self.ranker = QuestionRanker(router, settings)
+        self.keeps_queries = keeps_queries
 
-    def __call__(self, batch: tuple[str, Sequence[Sequence[Any]]]) -> list[list[RankedPassage]]:
-        name, questions = batch
-        return self.ranker.rank(QuestionSet(name, [_question(fields) for fields in questions]))
+    def __call__(self, batch: tuple[str, Sequence[Sequence[Any]], str]) -> list[Any]:
+        name, fields_of, vectors = batch
+        questions = [_question(fields) for fields in fields_of]
+        own = QuestionSet(name, questions)
+        if vectors:
+            queries_QD = np.frombuffer(base64.b64decode(vectors), np.float32).reshape(len(questions), -1)
+        else:
+            queries_QD = self.ranker.embed(own).astype(np.float32, copy=False)
+        text = base64.b64encode(queries_QD.tobytes()).decode() if self.keeps_queries else ""
+        return [self.ranker.rank(own, queries_QD), text]
 
 
 def rank_questions(
@@ -136,9 +156,11 @@ def rank_questions(
     sets: Sequence[QuestionSet],
     settings: RankSettings,
     progress: Progress = no_progress,
+    queries: list[str] | None = None,
 ) -> Iterator[RankedQuestion]:
-    """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers, or
-    if this process lacks their GPU."""
+    """Yield every question with its hits, in order. `queries`: their vectors by batch in base64, which an empty list
+    gets, so that a further ranking of the same sets does not embed them again. Raises ResourceError if the cluster
+    cannot place the rankers, or if this process lacks their GPU."""
     resources = run.resources
     batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
     if not batches:
@@ -149,6 +171,7 @@ def rank_questions(
         cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
         needs.append(session.Need("searchers", num_searchers, cpus, gpus))
     session.require(session.describe(resources), needs)
+    collected_queries = None if queries else queries
     arguments = {
         "store": router.store.address,
         "manifest": router.manifest,
@@ -156,10 +179,14 @@ def rank_questions(
         "settings": settings,
         "threads": resources.threads,
         "gpu": resources.gpus_per_encoder > 0,
+        "keeps_queries": collected_queries is not None,
     }
     count, total = 0, sum(len(batch.questions) for batch in batches)
-    batch_hits = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
-    for (_, questions), lists in zip(batches, batch_hits):
+    with_vectors = [(*batch, vectors) for batch, vectors in zip(batches, queries or itertools.repeat(""))]
+    results = map_in_pool(_PoolRanker, arguments, with_vectors, resources, "ranking questions")
+    for (_, questions), (lists, vectors) in zip(batches, results):
+        if collected_queries is not None:
+            collected_queries.append(vectors)
         count += len(questions)
         progress("questions", count, total)  # first, as a caller that has its last question asks for no further one
         for question, hits in zip(questions, lists):

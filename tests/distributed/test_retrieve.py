@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -253,6 +254,22 @@ def test_measurements_are_what_slow_counting_says(small_index, run_over, expecte
         assert rows[key].n == 40
         assert rows[key].low <= value <= rows[key].high or (value == 1 and math.isnan(rows[key].low)), "few articles"
     assert (report.version, report.passages, report.exact) == (1, 60, True)
+
+
+@without_ray
+def test_all_systems_of_one_encoder_are_measured_by_one_embedding_of_the_questions(
+    lexical_index, run_over, monkeypatch
+):
+    embed, texts = DualEncoder.embed_queries, Counter()
+    monkeypatch.setattr(
+        DualEncoder, "embed_queries", lambda own, of, *more: (texts.update(of), embed(own, of, *more))[1]
+    )
+    dense = evaluate(run_over(lexical_index))
+    expected = Counter(texts)
+    texts.clear()
+    both = evaluate(run_over(lexical_index, search={"hybrid": 7}))
+    assert texts == expected and both.rows[: len(dense.rows)] == dense.rows
+    assert len({row.system for row in both.rows}) == 2
 
 
 @without_ray
