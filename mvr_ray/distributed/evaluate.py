@@ -54,7 +54,7 @@ from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.files import Store, local_copy
+from mvr_ray.store.files import Store, address_name, copy_name, local_copy, name_address
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
@@ -212,10 +212,12 @@ def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progr
     base = manifests.read(store, run.index.name)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     measurement = _Measurement(run, corpus, _configured_sets(corpus, settings))
-    rows = read_ranked_ids(path)
+    with name_address(ranking, path):
+        rows = read_ranked_ids(path)
+    name, ranking = copy_name(ranking, path), address_name(ranking)
     own_of = {
-        key: measurement.own_ids[name].get(question.id, ())
-        for name, questions in measurement.sets
+        key: measurement.own_ids[set_name].get(question.id, ())
+        for set_name, questions in measurement.sets
         for question in questions
         for key in (question.id, question.text)
     }
@@ -232,7 +234,7 @@ def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progr
     measurement.add(system, _rank_by_file(run, corpus, measurement.sets, rows, ranking, progress))
     log.info("evaluated: ranking=%s index=%s version=%d", ranking, base.index, base.version)
     figures = measurement.rows_and_ranks()
-    return EvaluationReport(base.index, base.version, "", base.num_passages, False, *figures, system, str(path))
+    return EvaluationReport(base.index, base.version, "", base.num_passages, False, *figures, system, name)
 
 
 class _Measurement:

@@ -292,4 +292,4 @@ def question_set(corpus: Corpus, name: str) -> QuestionSet:
             f"questions {name!r}: neither a file, nor a folder, nor a set of corpus {corpus.name!r} in "
             f"{corpus.store.name} (sets: {set_names})"
         )
-    return QuestionSet(path.name, read_question_file(path))
+    return QuestionSet(path.name, read_question_file(name))

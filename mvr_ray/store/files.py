@@ -637,6 +637,21 @@ def local_copy(address: str) -> Path:
     return Store(folder).local_path(name, exact=True)
 
 
+def copy_name(address: str, copy: Path) -> str:
+    """Return a path of `local_copy` as messages show it: the address in place of its copy."""
+    return address_name(address) if "://" in address else str(copy)
+
+
+@contextlib.contextmanager
+def name_address(address: str, copy: Path) -> Iterator[None]:
+    """Name the address in errors of the block, in place of its local copy."""
+    try:
+        yield
+    except MvrRayError as error:
+        error.args = (str(error).replace(str(copy), copy_name(address, copy)), *error.args[1:])
+        raise
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Link a file that never changes under another name; copy it where the file system has no hard links."""
     try:

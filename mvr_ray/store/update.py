@@ -41,7 +41,7 @@ from mvr_ray.store.corpus import (
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader, read_fields
-from mvr_ray.store.files import Store, address_name, local_copy, sha256_of
+from mvr_ray.store.files import Store, address_name, copy_name, local_copy, name_address, sha256_of
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
@@ -119,11 +119,13 @@ def update(
     file = local_copy(changes)
     if not file.is_file():
         raise MissingInputError(
-            f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
+            f"update: {copy_name(changes, file)} does not exist or is not a file; give changes=FILE, a file of JSON "
+            f"lines"
         )
     parent = parent_corpus(store, cfg.corpus, index)
     try:
-        passage_changes = read_changes(file, parent, cfg)
+        with name_address(changes, file):
+            passage_changes = read_changes(file, parent, cfg)
     except DataError as error:
         raise DataError(
             f"update: {error}; nothing was changed. Correct the file and run the same command again"

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from mvr_ray.cli.init_run import sample_source
 from mvr_ray.config import PrepareConfig, RunConfig
 from mvr_ray.distributed.indexing.external_vectors import read_external
 from mvr_ray.distributed.retrieve import question_set
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.files import Store, split_address
 from mvr_ray.store.formats.view_vectors import write_pairs
 from mvr_ray.store.prepare import prepare
@@ -109,6 +110,34 @@ def test_what_is_not_there_is_named_without_keys(bucket: str, tmp_path: Path) ->
         prepare(
             PrepareConfig.model_validate({"sources": [{"path": bucket.format("beir"), "fields": {"id": "x"}}]}), store
         )
+
+
+def test_bad_content_is_named_by_its_address(bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, root = Store(tmp_path / "store"), Store(bucket.replace("/{}", ""))
+    prepare(config_of(bucket), store)
+    root.write_bytes("rows/b.jsonl", b'{"id": "b", "text": ""}\n')
+    root.write_bytes("ask.txt", "\ufffd\n".encode())
+    root.write_bytes("ask.jsonl", b'{"id": "q", "question": ""}\n')
+    root.write_bytes("bad.parquet", b"PAR1")
+    root.write_bytes("bad.jsonl", b"1\n")
+    root.write_bytes("empty.csv", b"")
+
+    def prepare_one(name: str) -> None:
+        prepare(PrepareConfig.model_validate({"sources": [bucket.format(name)]}), Store(tmp_path / "other"))
+
+    for read, place in (
+        (lambda: prepare_one("rows"), "rows/b.jsonl:1"),
+        (lambda: prepare_one("bad.parquet"), "bad.parquet"),
+        (lambda: prepare_one("empty.csv"), "empty.csv"),
+        (lambda: update(config_of(bucket), store, bucket.format("bad.jsonl")), "bad.jsonl:1"),
+        (lambda: update(config_of(bucket), store, bucket.format("rows")), "rows"),
+        (lambda: question_set(only_corpus(store), bucket.format("ask.txt")), "ask.txt:1"),
+        (lambda: question_set(only_corpus(store), bucket.format("ask.jsonl")), "ask.jsonl:1"),
+    ):
+        with pytest.raises((DataError, MissingInputError)) as error:
+            read()
+        assert re.search(rf"(^|\s)s3://bucket/\S+/{place}\b", str(error.value)), str(error.value)
+        assert str(tmp_path / "cache") not in str(error.value) + caplog.text
 
 
 def test_init_looks_at_objects_as_at_files(bucket: str, folder: str) -> None:

@@ -1,5 +1,6 @@
 """Read any source of a run file, and detect its format if none is set."""
 
+import itertools
 import json
 import logging
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
-from mvr_ray.store.files import address_name, local_copy
+from mvr_ray.store.files import address_name, copy_name, local_copy, name_address
 from mvr_ray.store.formats.dpr import read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, dataset_rows
 from mvr_ray.store.formats.json_stream import JsonReader
@@ -79,8 +80,10 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
     that breaks off, or whose format cannot be detected, is a DataError.
     """
-    for records in _parts(source, source_path(source)):
-        for record in records:
+    path = source_path(source)
+    copy, name = str(path), copy_name(source.path, path)
+    with name_address(source.path, path):
+        for record in itertools.chain.from_iterable(_parts(source, path)):
             match record:
                 case PassageRecord() | DroppedRow(is_passage=True):
                     is_selected = source.passages
@@ -89,7 +92,8 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
                 case BadRow():
                     is_selected = source.passages or source.questions is not None
             if is_selected:
-                yield with_prefix(record, source.id_prefix) if source.id_prefix else record
+                own = record if name == copy else record._replace(where=record.where.replace(copy, name, 1))
+                yield with_prefix(own, source.id_prefix) if source.id_prefix else own
 
 
 def source_path(source: SourceConfig) -> Path:
@@ -163,13 +167,15 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
 def read_question_file(path: str | Path) -> list[Question]:
     """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows, and ids
     that occur twice, are refused."""
-    path = local_copy(str(path))
+    address, path = str(path), local_copy(str(path))
+    name = copy_name(address, path)
     if plain_name(path).suffix == ".txt":
-        with open_text(path) as file:
+        with name_address(address, path), open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
-        records = [question_record(question_id(path, number - 1), text, f"{path}:{number}") for number, text in lines]
+        records = [question_record(question_id(path, number - 1), text, f"{name}:{number}") for number, text in lines]
     else:
-        records = list(read_source(SourceConfig(path=str(path), passages=False, questions="file")))
+        place = address if "://" in address else str(path)
+        records = list(read_source(SourceConfig(path=place, passages=False, questions="file")))
     bad = [record for record in records if isinstance(record, BadRow)]
     if dropped_rows := [record for record in records if isinstance(record, DroppedRow)]:
         rows = count_noun(len(dropped_rows), "row")
@@ -183,10 +189,10 @@ def read_question_file(path: str | Path) -> list[Question]:
             if (place := place_of.setdefault(own_id, where)) != where:
                 bad.append(BadRow(where, f"question id {own_id!r} already occurs in {place}; give it another one"))
     if bad:
-        none = "" if questions else f"{path} holds no question, such as a row with the key 'question': "
+        none = "" if questions else f"{name} holds no question, such as a row with the key 'question': "
         raise DataError(f"{none}{count_noun(len(bad), 'bad row')}, first: {bad[0]}")
     if not questions:
-        raise DataError(f"{path} holds no question; known formats: {', '.join(READERS)}, or .txt with one a line")
+        raise DataError(f"{name} holds no question; known formats: {', '.join(READERS)}, or .txt with one a line")
     return questions
 
 
