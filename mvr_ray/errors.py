@@ -57,6 +57,14 @@ class EncoderError(MvrRayError, ValueError):
     """A backbone or an encoder snapshot cannot be used."""
 
 
+class NoTokensError(EncoderError):
+    """An encoder's tokenizer leaves nothing of the passage of this id."""
+
+    def __init__(self, message: str, passage_id: str = "") -> None:
+        super().__init__(message)
+        self.passage_id = passage_id
+
+
 class FingerprintError(EncoderError):
     """An index and an encoder do not belong together."""
 

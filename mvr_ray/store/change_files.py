@@ -21,10 +21,20 @@ from typing import NamedTuple
 from mvr_ray.config import FollowConfig, PrepareConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.changes import Changes
+from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile, sha256_of
+from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.store.formats.sources import DUMP_NAME
-from mvr_ray.store.update import Content, UpdateReport, apply_changes, in_chunks, join_changes, read_changes
+from mvr_ray.store.update import (
+    Content,
+    UpdateReport,
+    apply_changes,
+    in_chunks,
+    join_changes,
+    read_changes,
+    read_records,
+)
 from mvr_ray.types import Progress, no_progress
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.bz2")
@@ -124,6 +134,19 @@ def apply_batch(
     description = dataclasses.replace(parent.info, change_files=recorded_files)
     chunk_changes = in_chunks(parent, join_changes(parent, changes), cfg.chunk_words)
     return BatchReport(apply_changes(parent, chunk_changes, description, progress, index), files)
+
+
+def row_of(passage_id: str, source: Store, corpus: Corpus, cfg: PrepareConfig, before: Sequence[ChangeFile]) -> str:
+    """Return the place of the newest row that gave a passage of the corpus its text, of the change files that were
+    applied since those `before`; empty without any."""
+    processed_names, name = {file.name for file in before}, source_id(passage_id) if cfg.chunk_words else passage_id
+    for file in reversed(corpus.info.change_files):
+        is_new = file.name.endswith(SUFFIXES) and not file.problem and file.name not in processed_names
+        if is_new and (path := _local_copy(source, file.name)):
+            for record in read_records(path, corpus, cfg):
+                if isinstance(record, PassageRecord) and record.passage.id == name:
+                    return record.where.replace(str(path), file.name)
+    return ""
 
 
 def _late(file: StoredFile, last: str) -> ChangeFile:

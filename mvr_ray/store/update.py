@@ -389,13 +389,7 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     if isinstance(source, Path) and DUMP_NAME.search(source.name):
         changes = read_dump(source, corpus, cfg)
     else:
-        names, prefix = _names_of(cfg), _prefix_of(cfg)
-        records: Iterable[ChangeRecord]
-        if isinstance(source, Path):
-            records = (_with_prefix(_change_record(row, names), prefix, corpus) for row in json_lines(source))
-        else:
-            records = source
-        changes = _read_records(records, corpus, cfg)
+        changes = _read_records(read_records(source, corpus, cfg) if isinstance(source, Path) else source, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
         if "chunk_words" not in corpus.info.counts:
             raise ConfigError(
@@ -404,6 +398,12 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
             )
         raise DataError(f"{min(known_ids)!r} is a chunk in corpus {corpus.name!r}; name the whole passage instead")
     return changes
+
+
+def read_records(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Iterator[ChangeRecord]:
+    """Read the rows of a file of JSON lines, bad ones among them."""
+    names, prefix = _names_of(cfg), _prefix_of(cfg)
+    return (_with_prefix(_change_record(row, names), prefix, corpus) for row in json_lines(file))
 
 
 def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:

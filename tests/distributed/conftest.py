@@ -1,6 +1,8 @@
-"""Lets the tests of this folder import the modules beside them."""
+"""Lets the tests of this folder import the modules beside them, and gives them the fixture `tiny`."""
 
 import sys
 from pathlib import Path
+
+from random_backbones import tiny  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parent))

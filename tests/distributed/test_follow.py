@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mvr_ray.distributed.cluster.session import ClusterInfo
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.indexing import build_index, rewrite
 from mvr_ray.distributed.indexing.follow import Follower, FollowReport, follow, with_encoders
-from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, MissingInputError, NoTokensError, PublishConflictError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -155,6 +156,39 @@ def test_a_follower_that_ended_between_corpus_and_version_publishes_the_version(
     index = run.index.model_copy(update={"encoder": "auto"})
     follow(run.model_copy(update={"index": index}), FollowReport(), print, once=True)
     assert live(run).content_digest() == before.content_digest()
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.ray
+def test_a_passage_that_the_encoder_refuses_is_named_by_its_row_until_a_later_file_corrects_it(
+    corpus_store: Path, tiny, source: Path, run_over, tmp_path: Path
+):
+    """Of a model without special tokens around a text, whose tokenizer drops a letter."""
+    backbone = Path(shutil.copytree(tiny("llama"), tmp_path / "bare"))
+    no_stars = {"type": "Replace", "pattern": {"String": "*"}, "content": ""}
+    tokenizer = json.loads((backbone / "tokenizer.json").read_text())
+    (backbone / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None, "normalizer": no_stars}))
+    store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    sections = {
+        "encoder": {"backbone": str(backbone), "max_passage_tokens": 16, "num_views": 2},
+        "follow": {"source": str(source), "max_age_s": 0, "poll_s": 0.01},
+    }
+    run = run_over(store, **sections)
+    build_index.index(run)
+    first = ids(run)[0]
+    write_changes(source, "1.jsonl", {"id": first, "delete": True}, {"id": "odd", "text": "***"})
+    refusal = r"passage 'odd' has no token .*; it is the row 1\.jsonl:2: add a later change file with a text of it"
+    for _ in range(2):
+        with pytest.raises(NoTokensError, match=refusal):
+            follow(run, FollowReport(), print, once=True)
+    assert live(run).version == 1
+    write_changes(source, "2.jsonl", {"id": "other", "text": "Of another one."})
+    with pytest.raises(NoTokensError, match=refusal):
+        follow(run, FollowReport(), print, once=True)
+    write_changes(source, "3.jsonl", {"id": "odd", "text": "A text."})
+    follow(run, report := FollowReport(), print, once=True)
+    assert (report.files_applied, live(run).version) == (1, 2)
+    assert {"odd", "other"} <= {*ids(run)} and first not in ids(run) and live(run).num_passages == len(ids(run))
 
 
 def test_what_cannot_be_followed_is_refused_before_anything_is_done(run_over, source: Path, tmp_path: Path):

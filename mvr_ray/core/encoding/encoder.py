@@ -49,7 +49,7 @@ from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, tran
 from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, PassageText, TextTokens, TokenizedPassage
-from mvr_ray.errors import EncoderError
+from mvr_ray.errors import EncoderError, NoTokensError
 from mvr_ray.types import FloatArray, Passage, UnreadCounts
 
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
@@ -277,9 +277,10 @@ class DualEncoder(StoredModel):
         result = [self.layout.passage(spec, text) for text in texts]
         for passage, tokens in zip(passages, result):
             if not tokens.num_tokens:
-                raise EncoderError(
+                raise NoTokensError(
                     f"passage {passage.id!r} has no token of the backbone's tokenizer ({passage.text!r:.100}); give it "
-                    f"a text, or leave it out of the corpus"
+                    f"a text, or leave it out of the corpus",
+                    passage.id,
                 )
         num_cut = sum(len(self.layout.ends_read(spec, text)) < len(text.text.ends) for text in texts)
         unknown_id = self.passage_tower.tokenizer.unk_token_id

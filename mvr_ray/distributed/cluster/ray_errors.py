@@ -41,8 +41,8 @@ def unwrap_error(error: BaseException, what: str) -> BaseException:
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, ray.exceptions.RayTaskError) and isinstance(at.cause, MvrRayError):
-            message = str(at.cause).partition(_RAY_DATA_NOTE)[0]
-            return at.cause if message == str(at.cause) else type(at.cause)(message)
+            at.cause.args = str(at.cause).partition(_RAY_DATA_NOTE)[0], *at.cause.args[1:]
+            return at.cause
         if isinstance(at, MvrRayError) and not isinstance(at, ray.exceptions.RayError):
             return at
         at = getattr(at, "cause", None) if isinstance(at, ray.exceptions.RayTaskError) else at.__cause__

@@ -22,9 +22,17 @@ from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.job_metrics import with_metrics
 from mvr_ray.distributed.encoders import keep_external_encoder
 from mvr_ray.distributed.indexing import build_index
-from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.errors import ConfigError, MvrRayError, NoTokensError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
+from mvr_ray.store.change_files import (
+    Backlog,
+    Batches,
+    BatchReport,
+    apply_batch,
+    list_change_files,
+    open_source,
+    row_of,
+)
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -107,7 +115,12 @@ class Follower:
                 if self._waits_for_operator(corpus, live):
                     return len(backlog.waiting)
                 if live is None or live.corpus_digest != corpus.digest:  # an earlier try ended here
-                    self._index(stack, corpus.num_passages if live is None else 0, live)
+                    try:
+                        self._index(stack, corpus.num_passages if live is None else 0, live)
+                    except NoTokensError as error:
+                        if not backlog.waiting:
+                            raise
+                        self.say(f"failed: {error}; a file that waits may correct it")
                 batch = self.batches.next(backlog.waiting, time.monotonic())
                 if not batch and not backlog.late:
                     return len(backlog.waiting)
@@ -145,7 +158,14 @@ class Follower:
         if num_passages:
             resources = with_encoders(resources, -(-num_passages // index.sort_window), info)
         run = run.model_copy(update={"index": index, "resources": resources})
-        version = build_index.index(run, self.progress, keep_rollback=True)
+        try:
+            version = build_index.index(run, self.progress, keep_rollback=True)
+        except NoTokensError as error:
+            before = Corpus.open(self.store, live.corpus, live.corpus_digest).info.change_files if live else ()
+            if place := row_of(error.passage_id, self.source, corpus, self.run.prepare, before):
+                hint = f"it is the row {place}: add a later change file with a text of it, or with its deletion"
+                error.args = (f"{error}; {hint}",)
+            raise
         collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s)
         self.report.version = version.version
         return version
