@@ -118,8 +118,8 @@ def test_a_folder_without_config_is_named(tmp_path):
     [
         (
             "nosuch",
-            "backbone {0} is of model type 'nosuch', which transformers {1} does not have; if the model brings code of "
-            "its own, mvr_ray does not run it: take a model whose type transformers knows",
+            "backbone {0} is of model type 'nosuch', which transformers {1} does not have; code of its own "
+            "(modeling_own.Model) computes it, and mvr_ray does not run it: take a model whose type transformers knows",
         ),
         (
             "bart",
@@ -133,13 +133,49 @@ def test_a_model_type_that_is_no_text_encoder_is_named(copy, model_type, message
     auto_map = {"AutoModel": "modeling_own.Model"}
     (copy / "config.json").write_text(json.dumps({**config, "model_type": model_type, "auto_map": auto_map}))
     assert refusal(copy) == message.format(copy, transformers.__version__)
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    assert model_type != "nosuch" or "if the model brings code of its own, mvr_ray does not run it" in refusal(copy)
+
+
+def test_code_of_a_model_that_is_not_run_is_named(copy, caplog):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_own.Model"}}))
+    open_tower(str(copy))
+    assert f"backbone {copy} names code of its own (modeling_own.Model), which is not run" in caplog.text
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: weights[name] for name in sorted(weights)[1:]}, copy / "model.safetensors")
+    assert refusal(copy).endswith(
+        "its weights are those of code of its own (modeling_own.Model), which mvr_ray does not run: take another model"
+    )
+
+
+@pytest.mark.parametrize("files", [["adapter_model.safetensors"], ["model.safetensors", "config.json"]])
+def test_an_adapter_is_refused_by_the_name_of_its_base(copy, files):
+    for name in {"config.json", "model.safetensors"}.difference(files):
+        (copy / name).unlink()
+    (copy / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"}))
+    message = (
+        f"backbone {copy} holds an adapter (such as LoRA's) of some/base, which mvr_ray does not apply; merge it by"
+    )
+    assert refusal(copy).startswith(message)
 
 
 def test_weights_that_are_not_safetensors_are_not_opened(copy):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    message = refusal(copy)
-    assert message.startswith(f"backbone {copy} cannot be loaded: ")
-    assert message.endswith("; it needs model.safetensors and tokenizer.json")
+    for name, content in (
+        ("pytorch_model.bin", "pickled weights, which could run code (pytorch_model.bin)"),
+        ("onnx/model.onnx", "weights for ONNX Runtime (model.onnx)"),
+        ("openvino_model.xml", "weights for OpenVINO (openvino_model.xml)"),
+    ):
+        file = copy / name
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(copy / "model.safetensors", file)
+        (copy / "model.safetensors").rename(copy / "whole")
+        message = refusal(copy)
+        assert message.startswith(f"backbone {copy} cannot be loaded: ")
+        assert f"; it has {content}, and mvr_ray reads model.safetensors: give the folder of the model that" in message
+        file.unlink()
+        assert refusal(copy).endswith("; it needs model.safetensors and tokenizer.json")
+        (copy / "whole").rename(copy / "model.safetensors")
 
 
 class Payload:
@@ -171,11 +207,14 @@ def with_own_module(folder: Path) -> None:
     ("change", "message"),
     [
         (lambda folder: None, None),
-        (lambda folder: with_settings(folder / "config.json", model_type="own"), "brings code of its own"),
+        (
+            lambda folder: with_settings(folder / "config.json", model_type="own"),
+            "computes it, and mvr_ray does not run it",
+        ),
         (lambda folder: with_settings(folder / "config.json", architectures=["Model"]), None),
         (lambda folder: with_settings(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer"), None),
         (with_own_module, "modeling_own.Model, which is code of the model's own"),
-        (without_safetensors, "it needs model.safetensors"),
+        (without_safetensors, "pickled weights, which could run code"),
     ],
     ids=["beside weights", "model type", "architecture", "tokenizer", "module", "pickle alone"],
 )

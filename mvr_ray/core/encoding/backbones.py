@@ -8,7 +8,10 @@ Importing this module imports transformers, which takes seconds; embedding with 
 """
 
 import inspect
+import json
+import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ from mvr_ray.core.encoding.stored_model import translate_load_errors
 from mvr_ray.core.encoding.tower import KINDS, LoadedModel, Tower, quiet_transformers
 from mvr_ray.errors import EncoderError, MvrRayError, count_noun, first_line
 
+log = logging.getLogger(__name__)
+
 _HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -48,8 +53,9 @@ def open_tower(folder: str) -> Tower:
     _require_model(folder, "backbone", EncoderError)
     with translate_load_errors(what, "its files for sentence-transformers are damaged", EncoderError):
         modules = read_modules(folder)
-    model_type = _model_type(folder, "backbone", EncoderError, modules.subfolder)
-    config = _encoder_config(folder, model_type, modules.subfolder)
+    settings = _settings(folder, "backbone", EncoderError, modules.subfolder)
+    model_type, own_code = _model_type(settings), _own_code(settings)
+    config = _encoder_config(folder, model_type, own_code, modules.subfolder)
     factory, classes = _encoder_factory(config)
     parameters = inspect.signature(classes[type(config)]).parameters
     options = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
@@ -57,7 +63,13 @@ def open_tower(folder: str) -> Tower:
         folder, "backbone", factory, EncoderError, modules.subfolder, config=config, **options
     )
     if missing := [name for name in missing if "pooler." not in name]:
-        raise EncoderError(_missing_weights(what, model_type, missing))
+        raise EncoderError(_missing_weights(what, model_type, missing, own_code))
+    if own_code:
+        log.warning(
+            "backbone %s names code of its own (%s), which is not run: transformers' class for %s reads its weights, "
+            "and its vectors may differ from those that its authors measured",
+            *(folder, own_code, model_type),
+        )
     for name in ("cls_token_id", "sep_token_id", "pad_token_id") if model_type in KINDS else ():
         if getattr(tokenizer, name) is None:
             raise EncoderError(f"the tokenizer of {what} has no {name[:3].upper()} token, which is needed")
@@ -65,12 +77,15 @@ def open_tower(folder: str) -> Tower:
         return Tower(backbone, tokenizer, modules)
 
 
-def _encoder_config(folder: str, model_type: str | None, subfolder: str) -> Any:
+def _encoder_config(folder: str, model_type: str | None, own_code: str, subfolder: str) -> Any:
     what = f"backbone {folder}"
     if model_type not in CONFIG_MAPPING:
+        code = "if the model brings code of its own,"
+        if own_code:
+            code = f"code of its own ({own_code}) computes it, and"
         raise EncoderError(
-            f"{what} is of model type {model_type!r}, which transformers {transformers.__version__} does not have; if "
-            f"the model brings code of its own, mvr_ray does not run it: take a model whose type transformers knows"
+            f"{what} is of model type {model_type!r}, which transformers {transformers.__version__} does not have; "
+            f"{code} mvr_ray does not run it: take a model whose type transformers knows"
         )
     path, options = _location(folder, subfolder)
     with quiet_transformers(), translate_load_errors(what, "take a whole config.json", EncoderError):
@@ -100,18 +115,18 @@ def open_task_model(folder: str, what: str, factory: str, error_type: type[MvrRa
 
     Only the head may be missing. Raises `error_type` naming the folder and what is wrong with it.
     """
-    model_type = _model_type(folder, what, error_type)
+    settings = _settings(folder, what, error_type)
     weights = _load(folder, what, getattr(transformers, factory), error_type, **options)
     body = f"{weights.model.base_model_prefix}."
     inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
     if inside:
-        raise error_type(_missing_weights(f"{what} {folder}", model_type, inside))
+        raise error_type(_missing_weights(f"{what} {folder}", _model_type(settings), inside, _own_code(settings)))
     return weights
 
 
 def read_config(folder: str, what: str, error_type: type[MvrRayError]) -> Any:
     """Read the settings of a model, without its weights. Raises `error_type` where there are none."""
-    _model_type(folder, what, error_type)
+    _settings(folder, what, error_type)
     with quiet_transformers(), translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
@@ -127,10 +142,18 @@ def _require_model(folder: str, what: str, error_type: type[MvrRayError]) -> Non
         _require_hub_model(folder, what, error_type)
 
 
-def _model_type(folder: str, what: str, error_type: type[MvrRayError], subfolder: str = "") -> str | None:
-    """Return the model type in config.json. `what` names the model in messages."""
+def _settings(folder: str, what: str, error_type: type[MvrRayError], subfolder: str = "") -> dict[str, Any]:
+    """Read config.json. `what` names the model in messages."""
     _require_model(folder, what, error_type)
     path, options = _location(folder, subfolder)
+    if (adapter := Path(path) / "adapter_config.json").is_file():
+        with translate_load_errors(f"{what} {folder}", "its adapter_config.json is damaged", error_type):
+            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise error_type(
+            f"{what} {folder} holds an adapter (such as LoRA's) of {base}, which mvr_ray does not apply; merge it by "
+            f"peft (model.merge_and_unload().save_pretrained(NEW), tokenizer.save_pretrained(NEW)) and give that "
+            f"folder, or remove adapter_config.json where the weights are merged already"
+        )
     try:
         with translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type, OSError):
             config = PreTrainedConfig.get_config_dict(path, **options)[0]
@@ -138,8 +161,36 @@ def _model_type(folder: str, what: str, error_type: type[MvrRayError], subfolder
         raise error_type(f"{what} {folder} has no readable config.json: {first_line(error)}") from None
     if not config:
         raise error_type(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
-    model_type = config.get("model_type")
+    return config
+
+
+def _model_type(settings: Mapping[str, Any]) -> str | None:
+    model_type = settings.get("model_type")
     return model_type if isinstance(model_type, str) else None
+
+
+def _own_code(settings: Mapping[str, Any]) -> str:
+    """Return the name of the code in a model's folder that its authors compute it by; empty without any."""
+    code = (settings.get("auto_map") or {}).get("AutoModel")
+    return str(code or "")
+
+
+def _weights_advice(path: str) -> str:
+    """Return what to do about a folder that cannot be loaded, by the weights that it has in place of safetensors."""
+    others = not any(Path(path).glob("*.safetensors"))
+    for pattern, content in {
+        "*.onnx": "weights for ONNX Runtime",
+        "openvino_model*.xml": "weights for OpenVINO",
+        "tf_model*.h5": "weights for TensorFlow",
+        "flax_model*.msgpack": "weights for Flax",
+        "pytorch_model*.bin": "pickled weights, which could run code",
+    }.items():
+        if others and (file := next(Path(path).rglob(pattern), None)):
+            return (
+                f"it has {content} ({file.name}), and mvr_ray reads model.safetensors: give the folder of the model "
+                f"that they were made from, or load that by transformers and save it (model.save_pretrained)"
+            )
+    return "it needs model.safetensors and tokenizer.json"
 
 
 def _require_hub_model(name: str, what: str, error_type: type[MvrRayError]) -> None:
@@ -179,7 +230,7 @@ def _load(
     path, location = _location(folder, subfolder)
     with (
         quiet_transformers(),
-        translate_load_errors(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", error_type),
+        translate_load_errors(f"{what} {folder}", _weights_advice(path), error_type),
     ):
         own: Any = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         model, info = factory.from_pretrained(path, output_loading_info=True, **own, **location, **options)
@@ -205,8 +256,8 @@ def _load(
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 
-def _missing_weights(what: str, model_type: str | None, missing: list[str]) -> str:
-    return (
-        f"{what} lacks {count_noun(len(missing), 'weight')} of a {model_type} model (first: {missing[0]}); "
-        f"they would be random, so take a complete checkpoint"
-    )
+def _missing_weights(what: str, model_type: str | None, missing: list[str], own_code: str) -> str:
+    cure = "they would be random, so take a complete checkpoint"
+    if own_code:
+        cure = f"its weights are those of code of its own ({own_code}), which mvr_ray does not run: take another model"
+    return f"{what} lacks {count_noun(len(missing), 'weight')} of a {model_type} model (first: {missing[0]}); {cure}"
