@@ -169,6 +169,15 @@ def question_record(
     return QuestionRecord(question, where)
 
 
+def answers_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the answers of a row, and their starts if they are an object with both, as in the data sets of SQuAD on
+    the Hugging Face hub."""
+    answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
+    if isinstance(answers, Mapping) and "text" in answers:
+        return answers["text"], answers.get("answer_start")
+    return answers, None
+
+
 def plain_apostrophes(text: Any) -> Any:
     """Replace typographic apostrophes by plain ones, as DPR does in questions."""
     return text.replace("\u2019", "'") if isinstance(text, str) else text

@@ -24,6 +24,7 @@ from mvr_ray.store.formats.records import (
     BadRow,
     FieldsRecord,
     Record,
+    answers_of,
     fields_record,
     passage_record,
     plain_apostrophes,
@@ -192,13 +193,11 @@ def lookup(row: Any, name: str) -> Any:
 
 
 def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
-    """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none. Answers may be an
-    object with their texts and starts, as in the data sets of SQuAD on the Hugging Face hub."""
-    answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
+    """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none."""
+    answers, own_starts = answers_of(row)
     starts = row.get("answer_starts")
-    if isinstance(answers, Mapping) and "text" in answers:
-        starts = answers.get("answer_start") if starts is None and row.get("positive_ids") else starts
-        answers = answers["text"]
+    if starts is None and row.get("positive_ids"):
+        starts = own_starts
     return question_record(
         row.get("id") if row.get("id") not in (None, "") else own_id,
         row.get("question"),

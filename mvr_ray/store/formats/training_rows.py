@@ -13,6 +13,7 @@ from mvr_ray.store.formats.records import (
     BadRow,
     DroppedRow,
     Record,
+    answers_of,
     passage_record,
     plain_apostrophes,
     question_id,
@@ -65,7 +66,7 @@ def training_records(row: Mapping[str, Any], number: int, path: Path, where: str
         ]
     yield from records
     positive_ids, hard_negative_ids, other_negative_ids = ids
-    answers = row.get("answers") or row.get("answer")
+    answers = answers_of(row)[0] or row.get("answer")
     if not positive_ids and (not answers or row.keys() & {*CONTEXTS}):
         yield DroppedRow(where, "training row without a positive passage")
         return

@@ -333,6 +333,19 @@ def test_every_form_of_a_training_row_gives_the_same_questions_and_passages(tmp_
     assert not bad(records) and len(records) == 6
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_training_row_may_have_its_answers_as_squad_has_them(tmp_path: Path, ending: str):
+    answers = {"text": ["Yes", "No."], "answer_start": [0, 4]}
+    rows = [{"question": "so?", "answers": answers, "positive": "Yes\tNo."}]
+    path = tmp_path / f"train.{ending}"
+    if ending == "jsonl":
+        path.write_text(json.dumps(rows[0]) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    records = read(path)
+    assert not bad(records) and [question.answers for question in questions(records)] == [("Yes", "No.")]
+
+
 def test_triples_of_ms_marco_have_no_header_and_no_quotes(write: Write):
     path = write("triples.train.small.tsv", 'is it "so"\t"Yes\tNo.\nwhat is high\tAlps.\t\n')
     assert format_of(SourceConfig(path=str(path))) == "triples"
