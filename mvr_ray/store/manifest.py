@@ -395,14 +395,21 @@ class Versions(NamedTuple):
 
 def read_versions(store: Store, index: str, numbers: Iterable[int]) -> Versions:
     """Read the versions of these numbers, ascending; those that were deleted meanwhile are left out."""
-    versions = Versions({}, {})
-    for number in numbers:
+    versions, numbers = Versions({}, {}), list(numbers)
+
+    def read_one(number: int) -> Manifest | str | None:
         try:
-            versions.manifests[number] = read_version(store, index, number)
+            return read_version(store, index, number)
         except MissingInputError:
-            pass
+            return None
         except StorageError as error:
-            versions.problems[number] = str(error)
+            return str(error)
+
+    for number, result in zip(numbers, store.for_each(read_one, numbers)):
+        if isinstance(result, Manifest):
+            versions.manifests[number] = result
+        elif result is not None:
+            versions.problems[number] = result
     return versions
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafts import describe, make_shard
@@ -149,6 +150,22 @@ def test_refined_queries_are_verified_with_the_version(store: Store, entry: Shar
     store.write_bytes(paths.refined_queries("i", digest), b"moveD")
     with pytest.raises(DigestError, match="queries"):
         manifest.verify(store, version).require()
+
+
+def test_versions_in_an_object_store_are_read_several_at_once(store: Store, entry: ShardEntry, monkeypatch):
+    for _ in range(4):
+        manifest.publish(store, describe([entry], parent=manifest.latest_version(store, "i")))
+    store.write_bytes(paths.manifest("i", 2), b"{}")
+    store.delete(paths.manifest("i", 1))
+    at_once, read_version = threading.Barrier(1 if store.is_local else 4), manifest.read_version
+
+    def read_at_once(*own: Any) -> Manifest:
+        at_once.wait(30)
+        return read_version(*own)
+
+    monkeypatch.setattr(manifest, "read_version", read_at_once)
+    versions = manifest.read_versions(store, "i", range(1, 5))
+    assert list(versions.manifests) == [3, 4] and list(versions.problems) == [2]
 
 
 def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry: ShardEntry):
