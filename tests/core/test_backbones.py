@@ -312,6 +312,19 @@ def test_a_tokenizer_with_more_words_than_the_model_embeds_is_refused(copy, tmp_
     )
 
 
+def test_a_token_that_the_model_does_not_embed_is_refused(copy):
+    """Read as a row of the table it ended in a traceback, read as a viewer in silence in a wrong vector."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
+    num_words = len(tokenizer)
+    tokenizer.add_tokens(["other"])
+    tokenizer.save_pretrained(copy)
+    assert refusal(copy) == (
+        f"the tokenizer of backbone {copy} has the token 'other' of id {num_words}, and the model embeds ids below "
+        f"{num_words}; remove the token from tokenizer.json, or give the model a row for it "
+        f"(model.resize_token_embeddings) and train it"
+    )
+
+
 def test_a_tokenizer_without_a_separator_is_refused(copy):
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["sep_token"]

@@ -441,6 +441,16 @@ def test_an_empty_query_is_refused_by_number(tiny, text, prompt):
     assert str(error.value) == f"query 1 of 2 is empty ({text!r}); give every query some text"
 
 
+def test_a_query_of_letters_that_the_tokenizer_drops_is_no_empty_one(tiny, tmp_path):
+    folder = shutil.copytree(tiny("llama"), tmp_path / "bare")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    no_stars = {"type": "Replace", "pattern": {"String": "*"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": no_stars}))
+    encoder = DualEncoder.from_backbone(str(folder), SPEC)
+    with pytest.raises(EncoderError, match=r"^query 1 of 2 has no token of the backbone's tokenizer \('\*'\); ask in"):
+        encoder.encode_queries(["the river", "*"])
+
+
 def test_sentences_of_the_corpus_need_parameters_and_enter_the_fingerprint(tiny):
     spec = replace(SPEC, sentences="corpus")
     with pytest.raises(EncoderError) as error:

@@ -149,6 +149,22 @@ def test_a_default_prompt_is_that_of_neither_side(tiny, tmp_path, prompts, defau
     check_equal(DualEncoder.from_backbone(folder, SPEC), SentenceTransformer(folder, device="cpu"))
 
 
+def test_prompts_of_other_names_are_named_unless_both_sides_have_one(tiny, tmp_path, caplog):
+    folder = sentence_model(tiny("bert"), tmp_path, "mean", prompts={"s2p_query": "salt ", "any": "river "})
+    DualEncoder.from_backbone(folder, SPEC)
+    assert f"backbone {folder} has prompts of names that are not read: any, s2p_query; set encoder.query" in caplog.text
+    caplog.clear()
+    DualEncoder.from_backbone(folder, replace(SPEC, query_prompt="salt "))
+    assert not caplog.text
+    settings = Path(folder) / "config_sentence_transformers.json"
+    settings.write_text(json.dumps({"prompts": {"query": "salt ", "any": "river "}}))
+    DualEncoder.from_backbone(folder, SPEC)
+    assert not caplog.text
+    settings.write_text(json.dumps({"prompts": {"query": 5}}))
+    with pytest.raises(EncoderError, match=r"has a prompt 'query' that is no text; correct it"):
+        DualEncoder.from_backbone(folder, SPEC)
+
+
 def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(tiny, tmp_path):
     """Transformer in 0_Transformer, modes by their old names, and a default prompt, which neither side has."""
     with_frame(Transformer(tiny("roberta"), max_seq_length=40)).save(str(tmp_path / "0_Transformer"))

@@ -73,7 +73,7 @@ def open_tower(folder: str) -> Tower:
     for name in ("cls_token_id", "sep_token_id", "pad_token_id") if model_type in KINDS else ():
         if getattr(tokenizer, name) is None:
             raise EncoderError(f"the tokenizer of {what} has no {name[:3].upper()} token, which is needed")
-    with translate_load_errors(what, "its modules do not fit its transformer", EncoderError):
+    with translate_load_errors(what, "its modules or its tokenizer do not fit its transformer", EncoderError):
         return Tower(backbone, tokenizer, modules)
 
 
@@ -252,6 +252,13 @@ def _load(
         raise error_type(
             f"the tokenizer of {what} {folder} has {num_words} words, and the model embeds {words.num_embeddings}; add "
             f"the tokenizer of this model"
+        )
+    last, last_id = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    if last_id >= words.num_embeddings:
+        raise error_type(
+            f"the tokenizer of {what} {folder} has the token {last!r} of id {last_id}, and the model embeds ids below "
+            f"{words.num_embeddings}; remove the token from tokenizer.json, or give the model a row for it "
+            f"(model.resize_token_embeddings) and train it"
         )
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 

@@ -148,6 +148,12 @@ class DualEncoder(StoredModel):
                 folder,
                 " and ".join(towers[0].pooling.modes),
             )
+        if towers[0].unread_prompts and spec.query_prompt is None and spec.passage_prompt is None:
+            log.warning(
+                "backbone %s has prompts of names that are not read: %s; set encoder.query_prompt and "
+                "encoder.passage_prompt to those of this task, or to empty texts",
+                *(folder, ", ".join(towers[0].unread_prompts)),
+            )
         own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
         longest = min(towers[0].max_tokens, towers[0].num_positions - own_positions)
         spec = spec.fill(dict(zip(MODEL_SETTINGS, (*towers[0].prompts, longest, longest))))
@@ -260,7 +266,10 @@ class DualEncoder(StoredModel):
         encodings = _tokens(self.question_tower, [prompt + text for text in texts])
         for at, (text, encoding) in enumerate(zip(texts, encodings)):
             if not encoding.split(len(prompt))[1].ids or not text.strip():
-                raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
+                problem = f"is empty ({text!r}); give every query some text"
+                if text.strip() and text.isprintable():
+                    problem = f"has no token of the backbone's tokenizer ({text!r:.100}); ask in letters that it knows"
+                raise EncoderError(f"query {at} of {len(texts)} {problem}")
         return [self.layout.query(self.spec, encoding.ids) for encoding in encodings]
 
     def tokenize_passages(self, passages: Sequence[Passage], max_tokens: int = 0) -> list[TokenizedPassage]:

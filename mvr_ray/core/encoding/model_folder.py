@@ -48,7 +48,8 @@ class SentenceModules(NamedTuple):
     """The modules after a transformer, and how its input texts are prepared.
 
     `subfolder` is that of the transformer, "" for the folder itself; `pooling` is None without a modules.json, and
-    `max_tokens` is 0 where the folder sets none.
+    `max_tokens` is 0 where the folder sets none. `unread_prompts` are the names of its prompts if none has a name of
+    either side.
     """
 
     subfolder: str = ""
@@ -58,6 +59,7 @@ class SentenceModules(NamedTuple):
     passage_prompt: str = ""
     max_tokens: int = 0
     lowercase: bool = False
+    unread_prompts: tuple[str, ...] = ()
 
 
 def read_modules(folder: str) -> SentenceModules:
@@ -90,10 +92,13 @@ def read_modules(folder: str) -> SentenceModules:
     prompts, truncate_dim = config.get("prompts") or {}, config.get("truncate_dim")
     if truncate_dim:
         heads.append(Truncation(int(truncate_dim)))
+    if wrong := [name for name, text in prompts.items() if not isinstance(text, str | None)]:
+        raise EncoderError(f"{PROMPTS} of backbone {folder} has a prompt {wrong[0]!r} that is no text; correct it")
 
     def prompt(names: Sequence[str]) -> str:  # an empty one counts; encode_query and encode_document read no default
         return next((prompts[name] for name in names if prompts.get(name) is not None), "")
 
+    has_prompts = any(prompts.get(name) for name in (*QUERY_PROMPTS, *PASSAGE_PROMPTS))  # empty ones are written always
     return SentenceModules(
         transformer,
         pooling,
@@ -102,6 +107,7 @@ def read_modules(folder: str) -> SentenceModules:
         prompt(PASSAGE_PROMPTS),
         int(lengths.get("max_seq_length") or 0),
         bool(lengths.get("do_lower_case")),
+        () if has_prompts else tuple(sorted(name for name, text in prompts.items() if text)),
     )
 
 

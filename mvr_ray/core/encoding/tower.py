@@ -133,6 +133,7 @@ class Tower(nn.Module):
         self.num_positions = num_rows - padding_row - 1
         self.max_tokens = min(self.num_positions, modules.max_tokens or int(tokenizer.model_max_length), MAX_TOKENS)
         self.prompts = modules.query_prompt, modules.passage_prompt
+        self.unread_prompts = modules.unread_prompts
         # sentence-transformers pools a plain model that was trained to generate text by the last token
         names = getattr(config, "architectures", None) or [""]
         generates_text = names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
