@@ -527,6 +527,23 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
     return publish(store, as_rollback(store, read(store, index, to), latest_version(store, index)))
 
 
+def is_rolled_back(last: Corpus, live: Manifest) -> bool:
+    """Return whether a roll back to the passages of the live version replaced the last corpus of a name."""
+    if live.corpus != last.name or live.corpus_digest == last.digest:
+        return False
+    if REPLACED in live.metrics:
+        number, corpus = live.metrics[REPLACED], last
+        while corpus.number > number > 0 and corpus.info.parent not in ("", live.corpus_digest):
+            before = corpus.publication_before()
+            if before is None or before.digest != corpus.info.parent:
+                return False
+            corpus = before  # an update changed it that overtook the roll back
+        return corpus.number <= number
+    own = (paths.corpus_publication(last.name, last.number), paths.manifest(live.index, live.version))
+    last_age_s, live_age_s = map(last.store.age_s, own)
+    return live.operation == ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
+
+
 def as_rollback(store: Store, version: Manifest, live: int) -> Manifest:
     """Describe the version after the `live` one with the content of an earlier one. To other passages it replaces
     whatever was published last under the name of their corpus."""

@@ -59,7 +59,7 @@ from mvr_ray.store.formats.rows import fields_of, id_of, lookup, passage_of, ren
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, is_rolled_back
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
 from mvr_ray.store.questions import (
@@ -165,23 +165,6 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
         return last
     info = Corpus.open(store, name, live.corpus_digest).info
     return Corpus(store, dataclasses.replace(info, change_files=last.info.change_files), last.number)
-
-
-def is_rolled_back(last: Corpus, live: Manifest) -> bool:
-    """Return whether a roll back to the passages of the live version replaced the last corpus of a name."""
-    if live.corpus != last.name or live.corpus_digest == last.digest:
-        return False
-    if manifests.REPLACED in live.metrics:
-        number, corpus = live.metrics[manifests.REPLACED], last
-        while corpus.number > number > 0 and corpus.info.parent not in ("", live.corpus_digest):
-            before = corpus.publication_before()
-            if before is None or before.digest != corpus.info.parent:
-                return False
-            corpus = before  # an update changed it that overtook the roll back
-        return corpus.number <= number
-    own = (paths.corpus_publication(last.name, last.number), paths.manifest(live.index, live.version))
-    last_age_s, live_age_s = map(last.store.age_s, own)
-    return live.operation == manifests.ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
 
 
 def require_settings(corpus: Corpus, cfg: PrepareConfig) -> None:

@@ -4,6 +4,7 @@ Also the steps of deploy/Dockerfile, as far as they go without Docker.
 """
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -13,10 +14,13 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from node_ports import free_ports
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -99,6 +103,49 @@ def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment:
     assert "live: version 1 of index wiki, 200 passages" in process.stdout
     assert "200 of 200 passages searched, exact" in process.stdout
     assert "evaluated: version 1" in process.stdout
+
+
+IMPORTS_OF_INDEX = """
+import contextlib, importlib.metadata, json, sys
+from mvr_ray.cli import commands, inputs
+from mvr_ray.distributed.cluster import job_metrics
+from mvr_ray.stages import STAGES
+
+with contextlib.suppress(AttributeError):
+    STAGES["index"](None, None)
+assert "mvr_ray.distributed.indexing.build_index" in sys.modules
+tops = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([*{one for top, names in importlib.metadata.packages_distributions().items() if top in tops
+                    for one in names}]))
+"""
+
+
+def with_dependencies(packages: list[Requirement]) -> set[str]:
+    """The names of packages, and of all that pip installs with them."""
+    todo, seen = [*packages], set[tuple[str, ...]]()
+    while todo:
+        package = todo.pop()
+        key = (canonicalize_name(package.name), *sorted(package.extras))
+        if key not in seen:
+            seen.add(key)
+            extras = {"", *package.extras}
+            below = [Requirement(line) for line in requires(package.name) or ()]
+            todo += [one for one in below if not one.marker or any(one.marker.evaluate({"extra": x}) for x in extras)]
+    return {name for name, *_ in seen}
+
+
+def test_the_runtime_environment_of_index_has_every_package_that_it_imports() -> None:
+    [listing] = re.findall(r"--runtime-env-json '(\{\"pip\".*?\})'", PAGE, re.DOTALL)
+    listed = [Requirement(line) for line in json.loads(listing)["pip"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    own = {canonicalize_name(one.name): one for one in map(Requirement, project["dependencies"])}
+    there = with_dependencies([*listed, own["ray"], own["torch"]])
+    process = subprocess.run([sys.executable, "-c", IMPORTS_OF_INDEX], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    imported = {canonicalize_name(name) for name in json.loads(process.stdout)} & set(own)
+    assert len(imported) > 5 and not imported - there, imported - there
+    extras = {Requirement(line).name for lines in project["optional-dependencies"].values() for line in lines}
+    assert {canonicalize_name(one.name) for one in listed} <= {*own, *map(canonicalize_name, extras)}
 
 
 def dockerfile() -> list[tuple[str, str]]:

@@ -56,7 +56,6 @@ from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.store.update import is_rolled_back
 from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
     store, cfg = Store(run.store.path), run.index
     live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
     corpus = Corpus.open(store, run.prepare.corpus)
-    if keep_rollback and live and is_rolled_back(corpus, manifests.read_version(store, cfg.name, live)):
+    if keep_rollback and live and manifests.is_rolled_back(corpus, manifests.read_version(store, cfg.name, live)):
         raise PublishConflictError(
             f"index {cfg.name!r}: version {live}, a roll back, replaced corpus {corpus.name!r} of digest "
             f"{corpus.digest}, so no version of that was made; to publish it: mvr-ray index CONFIG"

@@ -37,7 +37,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.update import is_rolled_back, require_settings
+from mvr_ray.store.update import require_settings
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Follower:
 
     def _waits_for_operator(self, corpus: Corpus, live: Manifest | None) -> bool:
         was_paused = self.is_paused
-        self.is_paused = live is not None and is_rolled_back(corpus, live)
+        self.is_paused = live is not None and manifests.is_rolled_back(corpus, live)
         if live is not None and self.is_paused and not was_paused:
             self.say(
                 f"changes wait: version {live.version} has other passages than the last corpus, by a roll back; "
