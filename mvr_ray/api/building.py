@@ -11,6 +11,7 @@ from mvr_ray.api import rows
 from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.run_settings import absolute, sections, with_settings
 from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.config.loader import PACKAGED_MODEL
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -31,7 +32,7 @@ GIVEN_BY_ARGUMENTS = (
 
 def build(
     passages: Any,
-    model: str | Path,
+    model: str | Path | None,
     path: str | Path,
     vectors: Any,
     settings: Mapping[str, Mapping[str, Any]] | None,
@@ -44,11 +45,16 @@ def build(
         if key in own.get(section, {}):
             raise ConfigError(f"Index.build: settings has {section}.{key}; give {argument}= instead")
     own["store"] = {**own.get("store", {}), "path": absolute(path)}
-    backbone = absolute(model) if isinstance(model, Path) else model
+    backbone = absolute(model) if isinstance(model, Path) else model or PACKAGED_MODEL
     own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
     own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
     run = parse_run(own, "Index.build")
     store = Store(run.store.path)
+    if model is None and vectors is None:
+        from mvr_ray.distributed.encoders import trained_backbone
+
+        own["encoder"]["backbone"] = trained_backbone(run) or backbone
+        run = parse_run(own, "Index.build")
     records = None if sources else rows.passage_records(passages)
     from mvr_ray.distributed.indexing.build_index import index  # imports torch
 

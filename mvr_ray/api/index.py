@@ -70,7 +70,7 @@ class Index:
         cls,
         passages: Any,
         *,
-        model: str | Path = "all-MiniLM-L6-v2",
+        model: str | Path | None = None,
         path: str | Path = "index",
         vectors: Any = None,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -86,8 +86,9 @@ class Index:
         LlamaIndex, a pandas or polars frame, an Arrow table, a Hugging Face dataset, or files: a path, a list of paths,
         or an entry of `prepare.sources` such as `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}`
         (docs/formats.md). Rows are streamed. What a row has besides id, title and text is kept for filters. `model` is
-        a folder, a Hugging Face name or `package:NAME/path`; the default reads English. `settings` are sections of a
-        run file, such as `{"encoder": {"num_views": 4}}`.
+        a folder, a Hugging Face name or `package:NAME/path`; None: the one that `train` trained last in this store, or
+        all-MiniLM-L6-v2, which reads English. `settings` are sections of a run file, such as
+        `{"encoder": {"num_views": 4}}`.
         `vectors` are those of another program, in place of a model (docs/howto/vectors.md): a Parquet file, or pairs of
         an id and a vector or an array of one row a view. Such an index is searched with vectors.
         `progress`, here and in other methods: True shows it on stderr, as None does on a terminal and in IPython; False
@@ -329,7 +330,8 @@ class Index:
         **settings: Any,
     ) -> "TrainedModel":
         """Train an encoder on questions with positive ids, or without any on sentences of the live version's passages,
-        and store it as the newest of its name. `Index.build` over the same passages then indexes them with it.
+        and store it as the newest of its name. `Index.build` without `model` then indexes passages with it; give the
+        settings of the first build again.
 
             index.train(questions, dev=dev_questions, epochs=3, lr=2e-5)
             index.train("train", hard_negatives="train_mined", loss=my_loss)

@@ -249,7 +249,8 @@ def vectors(config: Config, words: OutputWords = None, version: Version = None, 
     store = Store(run.store.path)
     live = manifest.read(store, run.index.name, version)
     with Reporter() as progress:
-        num = write_vectors(file, version_blocks(store, live), live.dimension, live.num_vectors, progress)
+        blocks = version_blocks(store, live)
+        num = write_vectors(file, blocks, live.dimension, live.num_views, live.num_vectors, progress)
     if as_json:
         print_json({"vectors": num, "dimension": live.dimension, "version": live.version, "output": str(file)})
     else:

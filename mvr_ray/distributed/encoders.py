@@ -158,6 +158,14 @@ def _stored_encoder(run: RunConfig) -> LocalEncoder | None:
     return None
 
 
+def trained_backbone(run: RunConfig) -> str | None:
+    """Return the backbone of the trained encoder that `index` takes; None for an untrained one, or where no record
+    names it."""
+    store, name = Store(run.store.path), run.encoder.name
+    is_trained = run.index.encoder in ("trained", "auto") and latest_fingerprint(store, ENCODERS, name) is not None
+    return latest_backbone(store, name) if is_trained else None
+
+
 def _untrained_record(run: RunConfig) -> str | None:
     """Path of the record of the encoder that a backbone folder and the `encoder` section give; None for a model of the
     hub, and for sentences that are learned from the corpus."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.judging.metrics import share_interval
 from mvr_ray.core.reading.reader import ReadRequest, Span, choose
@@ -29,7 +29,7 @@ from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.files import Store, finished_file, local_copy
 from mvr_ray.store.formats.rankings import RankedQuestion, read_ranking
 from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.types import Progress, no_progress
@@ -99,7 +99,7 @@ def read(
     `stored_articles`); a question of an unknown article is independent. Texts that the file lacks come from the corpus.
     Raises ConfigError (answers that are patterns), DataError, MissingInputError, ReaderError, ResourceError.
     """
-    path, ks = resolve_path(str(ranking)), sorted(set(run.read.top_passages))
+    path, ks = local_copy(str(ranking)), sorted(set(run.read.top_passages))
     if not ks:
         raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
     task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))

@@ -59,7 +59,7 @@ from mvr_ray.store.formats.rows import fields_of, id_of, lookup, passage_of, ren
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
-from mvr_ray.store.manifest import Manifest, is_rolled_back
+from mvr_ray.store.manifest import is_rolled_back
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
 from mvr_ray.store.questions import (

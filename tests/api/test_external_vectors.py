@@ -17,7 +17,8 @@ from mvr_ray.serving.schemas import to_request_error
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.files import Store
-from mvr_ray.types import FloatArray
+from mvr_ray.store.formats.view_vectors import read_vectors, write_vectors
+from mvr_ray.types import EmbeddingBlock, FloatArray
 
 D = 16
 RNG = np.random.default_rng(5)
@@ -88,6 +89,14 @@ def test_vectors_that_go_out_come_in_to_the_last_bit(index: Index, tmp_path: Pat
     assert not end.value.code
     other = Index.build(PASSAGES, vectors=file, path=tmp_path / "other", settings=SETTINGS)
     assert other.manifest.shards == index.manifest.shards
+
+
+def test_a_file_of_an_index_is_read_without_the_views_of_feedback(tmp_path: Path):
+    block = EmbeddingBlock(["a", "b"], np.array([0, 3, 4]), np.array([0, 1, 4, 1], np.int16), unit(4, 3))
+    write_vectors(tmp_path / "all.parquet", [block], dimension=3, num_views=4, total=4)
+    own = read_vectors(tmp_path / "all.parquet", "fp32")
+    assert (own.ids, own.row_ptr.tolist(), own.view_numbers_N.tolist()) == (["a", "b"], [0, 2, 3], [0, 1, 1])
+    assert np.array_equal(own.vectors_ND, block.vectors_ND[[0, 1, 3]])
 
 
 def test_changes_give_the_answers_and_the_vectors_of_what_they_name_and_keep_the_others(index: Index):

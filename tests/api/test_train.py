@@ -13,7 +13,7 @@ from mvr_ray.api.run_settings import with_settings
 from mvr_ray.core.learning import losses
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.distributed.training.steps import OwnLoss
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, EncoderError
 
 PASSAGES = [(f"p{row}", f"Tower {row} stands in city {row}. It was built in year {1900 + row}.") for row in range(12)]
 QUESTIONS = [
@@ -92,6 +92,18 @@ def test_defaults_and_variables_outside_of_a_loss_are_in_its_source_if_they_are_
     assert not {*before} & {*sources()}
     for without in (own_mvr_loss, with_margin(torch.ones(2))):
         assert OwnLoss.of(without).source == inspect.getsource(without)
+
+
+def test_a_build_without_a_model_indexes_with_the_encoder_of_the_last_training(tiny_backbone: Path, tmp_path: Path):
+    settings = {"encoder": {"num_views": 2}, "index": {"precision": "fp32"}}
+    index = Index.build(PASSAGES, model=tiny_backbone, path=tmp_path / "store", settings=settings)
+    model = index.train(QUESTIONS, **STEPS)
+    assert index.manifest.encoder_fingerprint != model.fingerprint
+    again = Index.build(PASSAGES, path=tmp_path / "store", settings=settings)
+    assert again.manifest.encoder_fingerprint == model.fingerprint
+    assert again.run.encoder.backbone == index.run.encoder.backbone
+    with pytest.raises(EncoderError, match="was trained with backbone"):
+        Index.build(PASSAGES, model="all-MiniLM-L6-v2", path=tmp_path / "store", settings=settings)
 
 
 def test_a_training_reads_the_passages_of_the_live_version_after_a_roll_back(index: Index):

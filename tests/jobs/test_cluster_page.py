@@ -122,30 +122,30 @@ print(json.dumps([*{one for top, names in importlib.metadata.packages_distributi
 
 def with_dependencies(packages: list[Requirement]) -> set[str]:
     """The names of packages, and of all that pip installs with them."""
-    todo, seen = [*packages], set[tuple[str, ...]]()
+    todo, keys = [*packages], set[tuple[str, ...]]()
     while todo:
         package = todo.pop()
         key = (canonicalize_name(package.name), *sorted(package.extras))
-        if key not in seen:
-            seen.add(key)
+        if key not in keys:
+            keys.add(key)
             extras = {"", *package.extras}
             below = [Requirement(line) for line in requires(package.name) or ()]
             todo += [one for one in below if not one.marker or any(one.marker.evaluate({"extra": x}) for x in extras)]
-    return {name for name, *_ in seen}
+    return {name for name, *_ in keys}
 
 
 def test_the_runtime_environment_of_index_has_every_package_that_it_imports() -> None:
     [listing] = re.findall(r"--runtime-env-json '(\{\"pip\".*?\})'", PAGE, re.DOTALL)
-    listed = [Requirement(line) for line in json.loads(listing)["pip"]]
+    packages = [Requirement(line) for line in json.loads(listing)["pip"]]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = {canonicalize_name(one.name): one for one in map(Requirement, project["dependencies"])}
-    there = with_dependencies([*listed, own["ray"], own["torch"]])
+    there = with_dependencies([*packages, own["ray"], own["torch"]])
     process = subprocess.run([sys.executable, "-c", IMPORTS_OF_INDEX], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    imported = {canonicalize_name(name) for name in json.loads(process.stdout)} & set(own)
-    assert len(imported) > 5 and not imported - there, imported - there
+    needs = {canonicalize_name(name) for name in json.loads(process.stdout)} & set(own)
+    assert len(needs) > 5 and not needs - there, needs - there
     extras = {Requirement(line).name for lines in project["optional-dependencies"].values() for line in lines}
-    assert {canonicalize_name(one.name) for one in listed} <= {*own, *map(canonicalize_name, extras)}
+    assert {canonicalize_name(one.name) for one in packages} <= {*own, *map(canonicalize_name, extras)}
 
 
 def dockerfile() -> list[tuple[str, str]]:

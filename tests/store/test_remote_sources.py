@@ -14,6 +14,7 @@ from mvr_ray.api.rows import questions_of
 from mvr_ray.cli.init_run import sample_source
 from mvr_ray.config import PrepareConfig, RunConfig
 from mvr_ray.distributed.indexing.external_vectors import read_external
+from mvr_ray.distributed.read import read
 from mvr_ray.distributed.retrieve import question_set
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.files import Store, split_address
@@ -99,13 +100,14 @@ def test_an_object_that_is_gone_is_no_part_of_a_source_any_more(bucket: str, tmp
 def test_what_is_not_there_is_named_without_keys(bucket: str, tmp_path: Path) -> None:
     store, missing = Store(tmp_path / "store"), bucket.format("none.jsonl")
     prepare(config_of(bucket), store)
-    for read in (
+    for reads in (
         lambda: prepare(PrepareConfig.model_validate({"sources": [missing]}), store),
         lambda: update(config_of(bucket), store, missing),
         lambda: question_set(only_corpus(store), missing),
+        lambda: read(RunConfig(), missing),
     ):
         with pytest.raises(MissingInputError, match=r"^s3://bucket/\S+/none\.jsonl does not exist$"):
-            read()
+            reads()
     with pytest.raises(ConfigError, match=r"^source s3://bucket/\S+/beir: fields are set, but format beir has names"):
         prepare(
             PrepareConfig.model_validate({"sources": [{"path": bucket.format("beir"), "fields": {"id": "x"}}]}), store

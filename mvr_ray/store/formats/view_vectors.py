@@ -4,7 +4,8 @@
     view         whole number from 0, each once a passage; from `num_views` on those of feedback
     vector       list of floating-point numbers, as many as in every other row
 
-One row a view; files of others have them in any order.
+One row a view; files of others have them in any order. A file of an index has its `num_views` in the metadata of the
+Parquet schema, by which `read_vectors` omits the views of feedback.
 
 Shapes: N view vectors, V views of one passage, D dimension.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
@@ -25,21 +27,28 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
 
 TYPES = {"passage_id": pa.large_string(), "view": pa.int64(), "vector": pa.large_list(pa.float32())}
 
+NUM_VIEWS = b"mvr_ray.num_views"
+"""The key of that number in a file's metadata; views from it on are those of feedback."""
+
 
 def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
-    """Read a file into memory, in `dtype`, by passage. Raises MissingInputError, and DataError for other columns,
-    another number of numbers, one that is missing or not finite, and a view that occurs twice."""
+    """Read a file into memory, in `dtype`, by passage, without the views of feedback in a file of `write_vectors`.
+    Raises MissingInputError, and DataError for other columns, another number of numbers, one that is missing or not
+    finite, and a view that occurs twice."""
     if not path.is_file():
         raise MissingInputError(f"vectors {path} does not exist or is no file; name a Parquet file")
     try:
-        columns = [pq.read_table(path, columns=list(TYPES))[name] for name in TYPES]
+        table = pq.read_table(path, columns=list(TYPES))
+        if own_views := (table.schema.metadata or {}).get(NUM_VIEWS):
+            table = table.filter(pc.field("view") < int(own_views))
+        columns = [table[name] for name in TYPES]
         kinds = columns[1].type, getattr(columns[2].type, "value_type", columns[2].type)
         if not pa.types.is_integer(kinds[0]) or not pa.types.is_floating(kinds[1]):
             raise pa.ArrowInvalid("view and vector are {} and {}".format(*(column.type for column in columns[1:])))
         ids_N, views_N, vectors_N = (
             pa.concat_arrays(one.cast(TYPES[name]).chunks) for name, one in zip(TYPES, columns)
         )
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise DataError(
             f"{path.name} is no Parquet file with columns passage_id (text), view (whole number) and vector (list of "
             f"floating-point numbers): {error}"
@@ -102,12 +111,19 @@ def write_pairs(path: Path, vectors: Any) -> None:
 
 
 def write_vectors(
-    path: Path, blocks: Iterable[EmbeddingBlock], dimension: int, total: int, progress: Progress = no_progress
+    path: Path,
+    blocks: Iterable[EmbeddingBlock],
+    dimension: int,
+    num_views: int,
+    total: int,
+    progress: Progress = no_progress,
 ) -> int:
-    """Write the views of blocks, `total` together, as row groups of some 4,096 passages. Returns how many there
-    were."""
+    """Write the views of blocks, `total` together, as row groups of some 4,096 passages. Those from `num_views` on are
+    of feedback. Returns how many views there were."""
     vector_type = pa.list_(pa.field("element", pa.float32(), False), dimension)
-    schema = pa.schema([("passage_id", pa.string()), ("view", pa.int16()), ("vector", vector_type)])
+    schema = pa.schema(
+        [("passage_id", pa.string()), ("view", pa.int16()), ("vector", vector_type)], {NUM_VIEWS: str(num_views)}
+    )
     count = 0
     with finished_file(path) as aside, pq.ParquetWriter(aside, schema, compression="zstd") as file:
         for block in join_small_blocks(blocks):
