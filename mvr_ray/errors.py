@@ -19,7 +19,7 @@ MvrRayError
 │   │   └── PublishConflictError   another publisher took the version number
 │   ├── DigestError          a file's content is not what its manifest says
 │   ├── FormatError          a file has a format that this program does not read, as of a newer program
-│   └── StagingError         unfinished work was damaged and is removed, so that it is made again
+│   └── StagingError         unfinished work was damaged; the same command makes it again
 ├── ResourceError        the machine or cluster cannot place what was asked for
 │   └── InsufficientMemoryError            a version's shards do not fit beside those that are open
 ├── CoverageError        some shards did not answer
@@ -126,7 +126,7 @@ class FormatError(StorageError):
 
 
 class StagingError(StorageError):
-    """Unfinished work in the staging folder was damaged. It is removed; the same work makes it again."""
+    """Unfinished work in the staging folder was damaged. The same command makes it again."""
 
 
 class ResourceError(MvrRayError, RuntimeError):

@@ -338,9 +338,9 @@ class Index:
 
         `questions` and `dev`, whose accuracy selects the best epoch, as of `add_questions`, or names of stored sets;
         `settings` are those of the run file's `train` section. `loss` is one of that section, or a function of the
-        signature of `mvr_ray.core.learning.losses.mvr_loss`, which returns the same, or one tensor. A training that has
-        finished is found again by its settings, its data, the source of that function, and the numbers and texts that
-        it reads from outside, but not by what it calls or other objects. It runs in this process unless
+        signature of `mvr_ray.core.learning.losses.camvr_loss`, which returns the same, or one tensor. A training that
+        has finished is found again by its settings, its data, the source of that function, and the numbers and texts
+        that it reads from outside, but not by what it calls or other objects. It runs in this process unless
         `resources.train_workers` of the settings is given. Raises ConfigError, DataError.
         """
         with progress_callback(progress) as callback:

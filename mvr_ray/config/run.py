@@ -231,12 +231,13 @@ class IndexConfig(Section):
     name: Name = "index"
     encoder: Name = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
-    `encoder.name`; a fingerprint; auto: trained if there is one, else untrained. A trained one has the settings of its
-    training: the encoder section may leave them out, and none that differs is accepted."""
+    `encoder.name`; a fingerprint; auto: trained if there is one, else that of the live version where another program
+    made its vectors, else untrained. A trained one has the settings of its training: the encoder section may leave them
+    out, and none that differs is accepted."""
     vectors: str | None = Field(default=None, exclude_if=lambda path: path is None)
-    """A Parquet file with vectors of passages that another program made: passage_id, view (from 0) and vector. They are
-    indexed as they are, and no text is encoded. `encoder.name` stands for that program's model, `encoder.num_views` is
-    the maximum of views of a passage."""
+    """A Parquet file, or an `s3://` or `gs://` address of one, with vectors of passages that another program made:
+    passage_id, view (from 0) and vector. They are indexed as they are, and no text is encoded. `encoder.name` stands
+    for that program's model, `encoder.num_views` is the maximum of views of a passage."""
     precision: Literal["auto", "fp32", "bf16", "int8", "openvino", "openvino-bf16"] = "auto"
     """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
     fingerprint of its own. auto: on CPUs the fastest float of this machine: bf16 where the processor has instructions

@@ -22,7 +22,7 @@ class TrainConfig(Section):
     questions: Name | None = None
     """Stored question set with positive ids; absent: inverse cloze questions from the corpus."""
     dev_questions: Name | None = None
-    """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
+    """Scored after each epoch, or every `dev_steps` steps, to keep the best snapshot; absent: the last one is kept."""
     dev_steps: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda steps: not steps)
     """Score `dev_questions` every so many steps (the warm start's not counted) and at the end; 0: after each epoch."""
     patience: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda number: not number)

@@ -14,8 +14,8 @@ by the same figures.
 
 `tune` chooses the weight of the dense score in a hybrid search, on questions outside every reported figure. Each weight
 is tried with the exact production search. The best one has the most questions with a gold passage at rank 1; ties go to
-the higher mean reciprocal rank, then to the smaller weight. The report has the whole curve, the dense score alone and
-reciprocal rank fusion.
+the higher mean reciprocal rank, then to the dense score alone, then to the smaller weight. The report has the whole
+curve, the dense score alone and reciprocal rank fusion.
 """
 
 import itertools
@@ -510,7 +510,7 @@ def try_weights(
 
 
 def best_weight(rows: Sequence[WeightAccuracy]) -> WeightAccuracy:
-    """The best weight; ties go to the dense score alone, then to the smallest weight."""
+    """Return the best weight; ties go to the dense score alone, then to the smallest weight."""
     return max(rows, key=lambda row: (row.top1, row.mrr, row.weight is None, -_as_number(row.weight)))
 
 

@@ -86,7 +86,7 @@ def train(
     corpus_digest: str | None = None,
 ) -> TrainedModel:
     """Train by the `train` section and record the model as the newest of its name. `loss` replaces that of a retriever
-    (`train.loss`): a function of the signature of `losses.mvr_loss`, which returns the same or one tensor. The corpus
+    (`train.loss`): a function of the signature of `losses.camvr_loss`, which returns the same or one tensor. The corpus
     is the last one, or that of a digest.
 
     Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError

@@ -62,7 +62,7 @@ class TrainingJob(NamedTuple):
 
 
 class OwnLoss(NamedTuple):
-    """A user's function of the signature of `losses.mvr_loss`, and its source with the plain values that it reads,
+    """A user's function of the signature of `losses.camvr_loss`, and its source with the plain values that it reads,
     which distinguish its training."""
 
     function: Callable[..., LossTerms | Tensor]
