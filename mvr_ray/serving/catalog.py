@@ -143,7 +143,7 @@ class VersionCatalog:
         return self._result(job, deadline)
 
     def _job_now(self) -> tuple["_PublishJob | None", bool]:
-        """Return the job whose result nobody has had yet, and whether it is done. Read it before the live version."""
+        """Return the job whose result was not returned yet, and whether it is done. Read it before the live version."""
         if self._job is None or self._job.is_over():
             return None, True
         return self._job, self._job.result.done()

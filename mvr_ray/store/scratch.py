@@ -8,7 +8,7 @@ clock does. A file system that several machines share may not report the locks o
 or of an earlier boot, is deleted only when its lease is free and a day older than a file that was made just now, by
 the file system's own clock. A folder without a lease, as earlier programs made them, is deleted after a day. In a
 parent that others use, too, such as /tmp, all names have a prefix, and folders without a lease stay. In a parent that
-is a link nothing is deleted: whoever made the link may have chosen a folder of other files.
+is a link nothing is deleted: it may point to a folder of other files.
 """
 
 import contextlib

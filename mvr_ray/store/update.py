@@ -343,8 +343,8 @@ def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned
 
 
 def _carry_later_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets) -> None:
-    """Carry over the sets that were added to the parent while the corpus was made. One that is added later finds the
-    corpus published, and is carried over by who adds it (`add_questions`)."""
+    """Carry over the sets that were added to the parent while the corpus was made. A set that is added later finds the
+    corpus published, and `add_questions` carries it over."""
     for name in question_sets(parent):
         before = sets.infos.get(name)
         is_of_earlier_program = name in sets.infos and before is None  # `archive` has described it since

@@ -46,7 +46,7 @@ class LastResult(Generic[T]):
     def _run(self, call: "Future[T]") -> None:
         try:
             result = self._function()
-        except BaseException as error:  # noqa: BLE001  # who waits gets it
+        except BaseException as error:  # noqa: BLE001  # the caller gets it from the future
             call.set_exception(error)
         else:
             self._results = [result]

@@ -130,7 +130,7 @@ def source_files(source: SourceConfig) -> list[Path]:
     return files
 
 
-def _tell_others(source: SourceConfig, folder: Path) -> None:
+def _warn_of_others(source: SourceConfig, folder: Path) -> None:
     """Warn of files of a folder of text that are left out, such as PDFs; of no images."""
     files = (file for file in folder.rglob("*") if file.is_file() and not _is_text(file))
     visible_files = (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
@@ -215,7 +215,7 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
         }
         raise DataError(f"source {address_name(source.path)} is a file, but {expected[source.format]}")
     if whole == "text":
-        _tell_others(source, path)
+        _warn_of_others(source, path)
     for file in files:
         format = whole or (source.format if source.format != "auto" else _detect_format(file, source, bool(names)))
         _refuse_names(source, format, names)
