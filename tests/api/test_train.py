@@ -40,9 +40,15 @@ def own_total(*tensors, **settings):
     return losses.mvr_loss(*tensors, **settings).total
 
 
-def own_hinge_loss(queries_QD, views_PVD, mask_PV, positive_Q, *, scale, **others):
+def hinge_loss(queries_QD, views_PVD, mask_PV, positive_Q, *, scale, known_QP, **others):
     scores_QP = scale * losses.pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
-    return (1 + scores_QP - scores_QP.gather(1, positive_Q[:, None])).clamp(min=0).mean()
+    margins_QP = 1 + scores_QP - scores_QP.gather(1, positive_Q[:, None])
+    return margins_QP.masked_fill(known_QP, 0).clamp(min=0).mean()
+
+
+def test_the_loss_of_the_page_on_models_is_the_one_that_trains_here():
+    page = Path(__file__).parents[2] / "docs" / "howto" / "model.md"
+    assert inspect.getsource(hinge_loss) in page.read_text(encoding="utf-8")
 
 
 def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(index: Index):
@@ -51,10 +57,10 @@ def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(in
     for loss in (own_mvr_loss, own_total):
         assert index.train("towers", dev=QUESTIONS[:4], loss=loss, **STEPS).fingerprint == by_name.fingerprint
     steps: list[int] = []
-    other = index.train("towers", loss=own_hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
+    other = index.train("towers", loss=hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
     assert other.fingerprint != by_name.fingerprint and max(steps) == 2
     steps.clear()
-    again = index.train("towers", loss=own_hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
+    again = index.train("towers", loss=hinge_loss, progress=lambda what, count, total: steps.append(count), **STEPS)
     assert again.fingerprint == other.fingerprint and not steps
 
 
