@@ -27,8 +27,8 @@ def init(
 ) -> None:
     """Write a run file by looking at the data; start here.
 
-    DATA is any source: CSV, TSV, JSON lines, Parquet, SQuAD, BEIR, MS MARCO, a folder of text or Markdown files, a
-    MediaWiki dump, a Hugging Face data set.
+    DATA is any source: CSV, TSV, JSON lines, Parquet, SQuAD, BEIR, MS MARCO, training triples, a folder of text or
+    Markdown files, a MediaWiki dump, a Hugging Face data set.
     """
     from mvr_ray.cli.init_run import write_run_file
 

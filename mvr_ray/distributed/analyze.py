@@ -43,7 +43,7 @@ from mvr_ray.distributed.evaluate import (
 )
 from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.retrieve import checked_filter
-from mvr_ray.distributed.searching.masks import MaskCache
+from mvr_ray.distributed.searching.masks import VersionMasks
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.searching.searcher import as_result
@@ -436,7 +436,7 @@ def _analyze_shard(
     embeddings = shard_embeddings(Store(root), manifest.index, entry)
     blocks = embeddings.blocks()
     ids = pa.array([passage_id for block in blocks for passage_id in block.ids], pa.string())
-    mask_P = MaskCache(root).mask(manifest, entry.shard, ids, filter) if filter else None
+    mask_P = VersionMasks(root, manifest).mask(entry.shard, ids, filter) if filter else None
     by_view = ([of_view(block, view) for block in blocks] for view in range(manifest.num_views))  # together a copy
     searches = (FlatIndex(own).search_with_counts(queries_QD, k, mask_P) for own in itertools.chain(by_view, [blocks]))
     return _ShardViews([as_result(entry.shard, hits, ids) for hits in searches], embeddings.find(gold_ids))

@@ -127,7 +127,7 @@ def test_bad_content_is_named_by_its_address(bucket: str, tmp_path: Path, caplog
     def prepare_one(name: str) -> None:
         prepare(PrepareConfig.model_validate({"sources": [bucket.format(name)]}), Store(tmp_path / "other"))
 
-    for read, place in (
+    for call, place in (
         (lambda: prepare_one("rows"), "rows/b.jsonl:1"),
         (lambda: prepare_one("bad.parquet"), "bad.parquet"),
         (lambda: prepare_one("empty.csv"), "empty.csv"),
@@ -137,7 +137,7 @@ def test_bad_content_is_named_by_its_address(bucket: str, tmp_path: Path, caplog
         (lambda: question_set(only_corpus(store), bucket.format("ask.jsonl")), "ask.jsonl:1"),
     ):
         with pytest.raises((DataError, MissingInputError)) as error:
-            read()
+            call()
         assert re.search(rf"(^|\s)s3://bucket/\S+/{place}\b", str(error.value)), str(error.value)
         assert str(tmp_path / "cache") not in str(error.value) + caplog.text
 
