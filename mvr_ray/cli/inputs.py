@@ -78,12 +78,16 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
 
 
 def ready_command(command: str, run: RunConfig) -> str:
-    """Return the command to be suggested: itself, a search where it lacks question sets, empty where it lacks a
-    reader."""
+    """Return the command to be suggested: itself, a search where it lacks question sets, `serve` in place of a search
+    with a text over vectors of another program, empty where it lacks a reader."""
     stage, _, words = command.partition(" ")
     sets = {"evaluate": run.evaluate.questions, "analyze": run.analyze.questions or run.evaluate.questions}
     if not sets.get(stage, True):
-        return f'search {words} "your question"'
+        stage, words = "search", f'{words} "your question"'
+    if stage == "search" and run.index.vectors:
+        return f"serve {words}".removesuffix(' "your question"')
+    if stage == "search":
+        return f"search {words}"
     if stage == "read":
         setting = f"{READERS.setting}="
         names = [word.removeprefix(setting) for word in shlex.split(words) if word.startswith(setting)]
