@@ -315,14 +315,14 @@ class _Endpoints:
         by BM25 + w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             schemas.SearchRequest,
-            queries=_texts(queries) if isinstance(queries, Sequence) else getattr(queries, "tolist", lambda: queries)(),
+            queries=_texts("queries", queries.tolist() if hasattr(queries, "tolist") else queries),
             k=k,
             text=text,
             min_coverage=min_coverage,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
             filter=to_plain_filter(filter),
-            fields=_texts(fields),
+            fields=_texts("fields", fields),
             hybrid=hybrid,
         )
         return EndpointRequest("POST", "/v1/search", SearchResponse, lambda s, due: s.search(body, due), body)
@@ -343,8 +343,8 @@ class _Endpoints:
         `search`: with the words of each passage, too."""
         body = schemas.validate(
             schemas.ExplainRequest,
-            questions=_texts(questions),
-            passages=_texts(passages),
+            questions=_texts("questions", questions),
+            passages=_texts("passages", passages),
             k=k,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
@@ -358,7 +358,7 @@ class _Endpoints:
         texts: str | Sequence[str], *, model: str, timeout_s: float | None = None
     ) -> EndpointRequest[EmbeddingsResponse]:
         """Embed one text or several by the index's encoder, as a search embeds its queries. `model` names it."""
-        body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=_texts(texts))
+        body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=_texts("input", texts))
         return EndpointRequest("POST", "/v1/embeddings", EmbeddingsResponse, lambda s, due: s.embed(body, due), body)
 
     @Endpoint
@@ -536,8 +536,15 @@ def _version_path(number: object) -> str:
     return f"/v1/versions/{number}"
 
 
-def _texts(values: Any) -> Any:
-    """Return a list of several values, or of the one text given; anything else as it is, for the validation."""
+def _texts(field: str, values: Any) -> Any:
+    """Return a list of several values, or of the one text given; anything else as it is, for the validation. Raises
+    RequestError for a mapping and a frame, which iterate over their names."""
+    if isinstance(values, Mapping) or hasattr(values, "columns"):
+        message, hint = (
+            f"{field} is of type {type(values).__name__}",
+            "give a text, or a list, such as one column of it",
+        )
+        raise RequestError(422, "wrong_type", field, message, hint)
     return [values] if isinstance(values, str) else list(values) if isinstance(values, Iterable) else values
 
 

@@ -21,6 +21,8 @@ from types import MappingProxyType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from in_memory_index import PASSAGES, InMemoryIndex
 from server import listening
@@ -101,6 +103,9 @@ def test_one_text_is_one_query_and_not_its_characters(client) -> None:
     one, several = client.search("nile", k=2), client.search(["nile"], k=2)
     assert without_time(one) == without_time(several) and len(one.results) == 1
     assert client.explain("nile", "p1") == client.explain(["nile"], ["p1"])
+    assert all(
+        without_time(client.search(make(["nile"]), k=2)) == without_time(one) for make in (pd.Series, pa.array, iter)
+    )
     assert client.embed("nile", model="words").data == client.embed(["nile"], model="words").data
     with pytest.raises(RefusedError, match="the corpus has no field 'year'"):
         client.search("nile", fields="year")
@@ -130,6 +135,12 @@ REFUSED = [
     (lambda c: c.search(["\ud800"]), 422, "not_text", "queries.0"),
     (lambda c: c.search(None), 422, "wrong_type", "queries"),
     (lambda c: c.search({"question": "x"}), 422, "wrong_type", "queries"),
+    (lambda c: c.search(pd.DataFrame({"nile": ["x"]})), 422, "wrong_type", "queries"),
+    (lambda c: c.search(pa.table({"nile": ["x"]})), 422, "wrong_type", "queries"),
+    (lambda c: c.search(["x"], fields={"year": 1}), 422, "wrong_type", "fields"),
+    (lambda c: c.explain(pd.DataFrame({"nile": ["x"]})), 422, "wrong_type", "questions"),
+    (lambda c: c.explain("x", pd.DataFrame({"p1": ["x"]})), 422, "wrong_type", "passages"),
+    (lambda c: c.embed({"nile": 1}, model="words"), 422, "wrong_type", "input"),
     (lambda c: c.search(["x"], encoder_fingerprint="other"), 409, "encoder_mismatch", "encoder_fingerprint"),
     (lambda c: c.explain(["x"], ["p9"]), 404, "unknown_passage", "passages.0"),
     (lambda c: c.passage("p9"), 404, "unknown_passage", "id"),
