@@ -346,8 +346,9 @@ class Index:
         with progress_callback(progress) as callback:
             return question_stages.train(self.run, questions, dev, loss, callback, settings)
 
-    def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int]]) -> int:
+    def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int] | Mapping[str, Any]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
+        Mappings, and the rows of a frame, have them as `question`, `passage_id` and `label`.
 
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
 

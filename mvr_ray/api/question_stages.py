@@ -16,7 +16,6 @@ from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import to_plain_filter
-from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_questions, require_gold_passages
 from mvr_ray.types import Progress, Question
 
@@ -27,11 +26,15 @@ if TYPE_CHECKING:
     from mvr_ray.store.formats.rankings import RankedQuestion
 
 
-def judgement_lines(judgements: Iterable[tuple[str, PassageId, int]]) -> list[str]:
-    """Return judgements as lines of a feedback file. Raises DataError for a wrong one."""
+def judgement_lines(judgements: Iterable[Any]) -> list[str]:
+    """Return judgements as lines of a feedback file, which are mappings of the same names. Raises DataError for a wrong
+    one."""
     lines = []
     for number, judgement in enumerate(rows.rows_of(judgements)):
-        match judgement:
+        parts = judgement
+        if isinstance(judgement, Mapping):
+            parts = tuple(judgement.get(name) for name in ("question", "passage_id", "label"))
+        match parts:
             case (str() as question, passage, (1 | -1) as label) if (
                 question.strip() and rows.is_id(passage) and label is not True
             ):
@@ -41,7 +44,10 @@ def judgement_lines(judgements: Iterable[tuple[str, PassageId, int]]) -> list[st
                         raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
                 lines.append(json.dumps(row, ensure_ascii=False))
             case _:
-                raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
+                raise DataError(
+                    f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1), and no mapping "
+                    f"with question, passage_id and label"
+                )
     return lines
 
 

@@ -1610,9 +1610,24 @@ def test_feedback_with_labels_of_numpy_is_that_of_python(index: Index):
     rows = [("who?", "p1", 1), ("why?", "p2", -1)]
     index.add_feedback(rows)
     index.add_feedback([(question, passage, np.int64(label)) for question, passage, label in rows])
+    assert stored_judgements(index) == 2 * stored_judgements(index)[:2]
+
+
+def test_feedback_as_mappings_and_frames_is_that_of_tuples(index: Index):
+    rows = [("who?", "p1", 1), ("why?", "7", -1)]
+    index.add_feedback(rows)
+    names = ("question", "passage_id", "label")
+    index.add_feedback([dict(zip(names, ("why?", 7, -1))), dict(zip(names, rows[0]))])
+    index.add_feedback(pandas.DataFrame(rows, columns=names))
+    lines = stored_judgements(index)
+    assert lines[2:] == [*lines[1::-1], *lines[:2]]
+    with pytest.raises(DataError, match=r"judgement 0 is {'question': 'who.'}, .* and no mapping with question"):
+        index.add_feedback([{"question": "who?"}])
+
+
+def stored_judgements(index: Index) -> list[str]:
     store = Store(index.run.store.path)
-    lines = store.read_bytes(copy_judgements(store, index.run.index.name)).decode().splitlines()
-    assert lines[:2] == lines[2:]
+    return store.read_bytes(copy_judgements(store, index.run.index.name)).decode().splitlines()
 
 
 @pytest.mark.parametrize("name", ["../../../set", "a b", "", None])
