@@ -39,7 +39,7 @@ from pydantic_core import PydanticSerializationError
 
 from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import MvrRayError
+from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
@@ -129,16 +129,16 @@ class HttpTransport:
     """Sends requests to a server over HTTP."""
 
     def __init__(self, address: str, token: str | None) -> None:
-        """Raises ValueError for an invalid address or token."""
+        """Raises ConfigError for an invalid address or token."""
         if not _is_address(address):
-            raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
+            raise ConfigError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
         headers = {"accept": "application/json"}
         if token is not None:
             word = token.strip()
             if not (word and word.isascii() and word.isprintable() and " " not in word):
                 message = "the token is not one word of printable ASCII characters; give it as the server has it"
-                raise ValueError(message)
+                raise ConfigError(message)
             headers["authorization"] = f"Bearer {word}"
         self._headers = headers
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
@@ -226,13 +226,13 @@ class _Endpoints:
     def __init__(self, address: str, *, token: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """`address` is the server's, such as http://127.0.0.1:8000; `timeout_s` is the time of calls that name none.
 
-        Raises ValueError for an invalid address, token or time."""
+        Raises ConfigError for an invalid address, token or time."""
         _check_time(timeout_s)
         self._open(HttpTransport(address, token), timeout_s)
 
     @classmethod
     def over(cls, service: SearchService, *, timeout_s: float = TIMEOUT_S) -> Self:
-        """Make a client of a service in this process: no network, the same answers and errors. Raises ValueError for
+        """Make a client of a service in this process: no network, the same answers and errors. Raises ConfigError for
         an invalid time."""
         _check_time(timeout_s)
         client = cls.__new__(cls)
@@ -242,7 +242,9 @@ class _Endpoints:
     @classmethod
     def in_process(cls, run: RunConfig, version: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Self:
         """Make a client of an index opened in this process, without a cluster; closing the client closes it. Raises
-        ValueError for an invalid time, and what opening an index raises."""
+        ConfigError for an invalid run or time, and what opening an index raises."""
+        if not isinstance(run, RunConfig):
+            raise ConfigError(f"in_process: {run!r:.60} is no run; give index.run of an Index, or load_run(FILE)")
         _check_time(timeout_s)
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
@@ -355,9 +357,10 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def embed(
-        texts: str | Sequence[str], *, model: str, timeout_s: float | None = None
+        texts: str | Sequence[str], *, model: str | None = None, timeout_s: float | None = None
     ) -> EndpointRequest[EmbeddingsResponse]:
-        """Embed one text or several by the index's encoder, as a search embeds its queries. `model` names it."""
+        """Embed one text or several by the index's encoder, as a search embeds its queries. `model` is the name or
+        fingerprint that it must have; absent: any."""
         body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=_texts("input", texts))
         return EndpointRequest("POST", "/v1/embeddings", EmbeddingsResponse, lambda s, due: s.embed(body, due), body)
 
@@ -525,7 +528,7 @@ def _is_time(timeout_s: object) -> bool:
 
 def _check_time(timeout_s: object) -> None:
     if not _is_time(timeout_s):
-        raise ValueError(f"timeout_s is {timeout_s!r:.80}; {_TIME_HINT}")
+        raise ConfigError(f"timeout_s is {timeout_s!r:.80}; {_TIME_HINT}")
 
 
 def _version_path(number: object) -> str:

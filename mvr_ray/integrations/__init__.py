@@ -3,6 +3,7 @@
 from typing import Any
 
 from mvr_ray.client import Client
+from mvr_ray.errors import ConfigError
 from mvr_ray.serving.schemas import PassageHit, SearchResponse
 
 OWN_METADATA = ("snippet", "view", "index", "version")
@@ -10,10 +11,10 @@ OWN_METADATA = ("snippet", "view", "index", "version")
 
 
 def require_client(client: object) -> Client:
-    """Return a blocking client. Raises ValueError for anything else, such as an `Index`."""
+    """Return a blocking client. Raises ConfigError for anything else, such as an `Index`."""
     if not isinstance(client, Client):
         hint = "give a Client: Client(URL) of a server, or Client.in_process(index.run) of an Index"
-        raise ValueError(f"client is of type {type(client).__name__}; {hint}")
+        raise ConfigError(f"client is of type {type(client).__name__}; {hint}")
     return client
 
 

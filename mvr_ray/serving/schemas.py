@@ -155,8 +155,8 @@ class EmbeddingsRequest(RequestModel):
         json_schema_extra={"examples": [{"model": "encoder", "input": ["Who built it?"], "encoding_format": "float"}]}
     )
 
-    model: str
-    """The encoder's name, its fingerprint, or NAME/FINGERPRINT; another one is a 404."""
+    model: str | None = None
+    """The encoder's name, its fingerprint, or NAME/FINGERPRINT; another one is a 404; absent: the index's encoder."""
     input: Annotated[str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]], Field(min_length=1)]
     """One text or several. Token numbers are refused: they belong to another tokenizer."""
     encoding_format: Literal["float", "base64"] = "float"
@@ -511,14 +511,17 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
         return RequestError(422, "not_json", "", problem["msg"], "send one JSON object in UTF-8")
     if field.split(".")[0] == "queries" and kind not in ("missing", "too_short"):
         message = "queries is neither a list of texts nor a list of vectors"
-        return RequestError(422, "wrong_type", field, message, 'send {"queries": ["a question"], "k": 10}')
+        hint = 'send {"queries": ["a question"], "k": 10}; one vector is sent as [vector]'
+        return RequestError(422, "wrong_type", field, message, hint)
     value = f"{problem['input']!r:.60}" if "input" in problem else ""
     if field.split(".")[0] == "hybrid":
         message = f"hybrid is {value}{', ' if value else ''}neither a number from 0 to 1e20 nor rrf or off"
-        return RequestError(422, "wrong_value", "hybrid", message, 'send "hybrid": 30, "rrf" or "off", or leave it out')
+        return RequestError(422, "wrong_value", "hybrid", message, 'give a number such as 30, "rrf" or "off", or none')
     if field == "filter":
         hint = 'give one such as {"year": {"gte": 1958}}, or leave it out'
         return RequestError(422, "wrong_type", field, "a filter is an object of fields and conditions", hint)
+    if kind == "too_short":  # every limit of that kind is 1
+        return RequestError(422, "wrong_value", field, f"{field} is empty", "give at least one")
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
     if value and code.startswith("wrong"):
         return RequestError(422, code, field, f"{field} is {value}", problem["msg"].replace("Input should", "it must"))

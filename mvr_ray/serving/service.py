@@ -125,8 +125,11 @@ class SearchService:
         texts = request.texts(self.limits)
         with self._pin(None, deadline) as router:
             model = f"{router.manifest.encoder_name}/{router.manifest.encoder_fingerprint}"
-            if request.model not in (model, *model.split("/")):
-                message, hint = f"this server embeds by encoder {model!r}", f"send model {model!r}, or a part of it"
+            if request.model not in (None, model, *model.split("/")):
+                message, hint = (
+                    f"this server embeds by encoder {model!r}",
+                    f"send model {model!r}, a part of it, or none",
+                )
                 raise RequestError(404, "unknown_model", "model", message, hint)
             if request.dimensions not in (None, router.dimension):
                 message = f"dimensions is {request.dimensions}, the encoder's vectors have {router.dimension}"

@@ -71,7 +71,7 @@ REFUSALS = [
     ({"queries": ["x", [1, 2, 3]]}, "wrong_type", "queries", "queries is neither a list of texts"),
     ({"queries": "x"}, "wrong_type", "queries", "queries is neither a list of texts"),
     ({"k": 3}, "missing_field", "queries", "Field required"),
-    ({"queries": []}, "wrong_value", "queries", "at least 1 item"),
+    ({"queries": []}, "wrong_value", "queries", "queries is empty"),
     ({"queries": ["x"], "k": "many"}, "wrong_type", "k", "Input should be a valid integer"),
     ({"queries": ["x"], "top": 3}, "unknown_field", "top", "top: Extra inputs are not permitted"),
     ({"queries": ["x"], "hybrid": "rff"}, "wrong_value", "hybrid", "neither a number from 0 to 1e20 nor rrf or off"),

@@ -40,7 +40,7 @@ from mvr_ray.client import (
     next_pause_s,
 )
 from mvr_ray.config import ServeConfig
-from mvr_ray.errors import CoverageError, MvrRayError, OverloadedError
+from mvr_ray.errors import ConfigError, CoverageError, MvrRayError, OverloadedError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
@@ -510,23 +510,40 @@ def test_a_token_with_a_line_end_is_the_token_and_what_is_none_is_refused_withou
     with Client(address, token=f"{READ}\n") as client:
         assert client.search(["nile"], k=1).version == 3
     for wrong in ("", "two words", "line\nbreak", "tür"):
-        with pytest.raises(ValueError, match="not one word") as refusal:
+        with pytest.raises(ConfigError, match="not one word") as refusal:
             Client(address, token=wrong)
         assert not wrong or wrong not in str(refusal.value)
 
 
 def test_what_is_no_address_is_refused() -> None:
     for wrong in ("localhost:8000", "ftp://x", "", 8000, None, "http://:80", "http://127.0.0.1:99999", "http://[::1"):
-        with pytest.raises(ValueError, match="no address of a server"):
+        with pytest.raises(ConfigError, match="no address of a server"):
             Client(wrong)
+
+
+@pytest.mark.parametrize("run", ["run.yaml", SimpleNamespace(search=lambda: None)])
+def test_what_is_no_run_is_refused_with_what_to_give(run) -> None:
+    with pytest.raises(ConfigError, match=r"in_process: .* is no run; give index.run of an Index, or load_run"):
+        Client.in_process(run)
+
+
+def test_no_query_is_refused_with_what_to_give(client) -> None:
+    for ask in (lambda: client.search([]), lambda: client.explain([])):
+        with pytest.raises(RefusedError, match="is empty; give at least one"):
+            ask()
+
+
+def test_one_vector_in_place_of_a_list_is_refused_with_how_to_send_it(client) -> None:
+    with pytest.raises(RefusedError, match=r"one vector is sent as \[vector\]"):
+        client.search(np.zeros(3, np.float32))
 
 
 def test_a_time_that_is_no_number_above_0_is_refused(address, service) -> None:
     for wrong in (None, "2", True, math.nan, 0, -1):
         for make in (Client, AsyncClient):
-            with pytest.raises(ValueError, match=f"timeout_s is {wrong!r}; give a number of seconds above 0"):
+            with pytest.raises(ConfigError, match=f"timeout_s is {wrong!r}; give a number of seconds above 0"):
                 make(address, timeout_s=wrong)
-            with pytest.raises(ValueError, match="give a number of seconds above 0"):
+            with pytest.raises(ConfigError, match="give a number of seconds above 0"):
                 make.over(service, timeout_s=wrong)
 
 

@@ -68,6 +68,7 @@ def test_what_cannot_be_embedded_is_an_error_of_the_client_that_names_the_field(
 def test_the_own_client_embeds_the_same() -> None:
     with Client.over(service(), timeout_s=30) as client:
         assert [one.embedding for one in client.embed(TEXTS, model="words").data] == VECTORS
+        assert client.embed(TEXTS) == client.embed(TEXTS, model="words")
         with pytest.raises(RefusedError, match="unknown_model"):
             client.embed(TEXTS, model="other")
         assert client.examples().queries[0] == "How long is the Nile?"
