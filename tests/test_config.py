@@ -72,6 +72,15 @@ def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
     assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
 
 
+@pytest.mark.parametrize("value", ["off", '"off"', "null"])
+def test_hybrid_off_in_a_run_file_is_none(run_file, value: str) -> None:
+    """YAML reads off as false."""
+    path = run_file("search: {hybrid: 30}")
+    assert load_run(path, [f"search.hybrid={value}"]).search.hybrid is None
+    assert load_run(run_file(f"search: {{hybrid: {value}}}"), []).search.hybrid is None
+    assert "search.hybrid: true is not a number" in refusal(path, "search.hybrid=on")
+
+
 def test_the_digest_changes_with_its_sections_only() -> None:
     plain, other = RunConfig(), RunConfig.model_validate({"train": {"lr": 1}})
     assert plain.digest("index", "encoder") == other.digest("index", "encoder")

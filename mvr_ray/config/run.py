@@ -348,8 +348,14 @@ class RefineConfig(Section):
 class SearchConfig(Section):
     hybrid: DenseWeight | Literal["rrf"] | None = None
     """Rank by BM25 + this weight times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf:
-    by reciprocal ranks in both, if no questions can choose a weight; absent: by the dense score alone. Needs
+    by reciprocal ranks in both, if no questions can choose a weight; off or absent: by the dense score alone. Needs
     `index.lexical`; `mvr-ray tune` finds it."""
+
+    @field_validator("hybrid", mode="before")
+    @classmethod
+    def _off_is_absent(cls, value: Any) -> Any:
+        """Return None for off, which YAML reads as false."""
+        return None if value is False or value == "off" else value
 
 
 class RetrieveConfig(Section):

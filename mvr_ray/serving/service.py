@@ -255,7 +255,7 @@ class SearchService:
         weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
         if weight is not None and router.manifest.lexical is None:
             hint = (
-                'search without them ("hybrid": "off", in Python hybrid="off", in a run file search.hybrid: null), or '
+                'search without them ("hybrid": "off", in Python hybrid="off", in a run file search.hybrid: off), or '
                 f"index them: {INDEX_WORDS}"
             )
             raise RequestError(409, "no_words", "hybrid", _no_words(router.manifest), hint)
