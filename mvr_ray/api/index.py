@@ -30,7 +30,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.feedback import add_judgements
 from mvr_ray.store.files import Store
-from mvr_ray.store.filters import Filter, parse_filter
+from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.update import ChangeRecord
@@ -297,7 +297,7 @@ class Index:
         records: list[ChangeRecord] = list(rows.deletion_records(() if ids is None else ids))
         if filter is not None:
             _fitting_filter(filter, manifests.live_corpus(self._store, self.run.index.name))
-            records.append(FilteredDeletion(filter))
+            records.append(FilteredDeletion(to_plain_filter(filter)))
         with progress_callback(progress) as callback:
             return self._change(records, callback)
 
@@ -461,6 +461,6 @@ class Index:
 def _fitting_filter(value: Mapping[str, Any], corpus: Corpus) -> Filter:
     """Parse a filter over a corpus. Raises ConfigError for one that does not fit."""
     try:
-        return parse_filter(value, corpus.fields)
+        return parse_filter(to_plain_filter(value), corpus.fields)
     except FilterError as error:
         raise ConfigError(str(error)) from None

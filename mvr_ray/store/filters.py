@@ -103,6 +103,10 @@ def to_plain_filter(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, np.generic):
         value = python_value(value)
+    elif isinstance(value, np.ndarray):
+        value = list(np.atleast_1d(value))
+    elif to_list := getattr(value, "to_list", getattr(value, "to_pylist", None)):  # a column of a frame or a table
+        value = to_list()
     if isinstance(value, Mapping):
         return {key: to_plain_filter(own, depth + 1) for key, own in value.items()}
     if isinstance(value, list | tuple):
@@ -149,6 +153,7 @@ def _comparison(place: str, field: str, kind: str, operator: str, value: Any) ->
         values: list[Any] = [parse_field(one, own_kind) for one in (value if several else [value])]
     except ValueError as error:
         hint = '; for passages without the field use {"exists": false}' if value is None else ""
+        hint = '; for one of several use {"in": [...]}' if isinstance(value, list | tuple) and not several else hint
         raise FilterError(
             f"filter{place}: {error}, and field {field!r} is of type {kind}; compare it with a value of "
             f"type {own_kind}{hint}"

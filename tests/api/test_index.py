@@ -626,8 +626,14 @@ def test_a_filter_leaves_only_what_passes(index: Index):
         index.search("who?", filter={"colour": "red"})
     condition = {"year": MappingProxyType({"gte": np.int64(1920)})}
     assert {hit.id for hit in index.search("who built the tower?", k=100, filter=condition)} == ids
+    for method in (lambda condition: index.search("who?", filter=condition), index.scan):
+        assert {one.id for one in method({"id": {"in": np.array(["p1"])}})} == {"p1"}
+        with pytest.raises(ConfigError, match="JSON has no value such as"):
+            method({"year": {"in": {1920}}})
     with pytest.raises(ConfigError, match="JSON has no value such as"):
-        index.search("who?", filter={"year": {"in": {1920}}})
+        index.delete(filter={"year": {"in": {1920}}})
+    index.delete(filter={"id": {"in": np.array(["p1"])}})
+    assert "p1" not in index and "p2" in index
 
 
 def test_a_date_of_python_is_its_midnight_where_a_timestamp_is_compared(tiny_backbone: Path, tmp_path: Path):

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.errors import FilterError
 from mvr_ray.store.fields import to_json
-from mvr_ray.store.filters import parse_filter
+from mvr_ray.store.filters import parse_filter, to_plain_filter
 from mvr_ray.store.parts import passage_schema
 
 FIELDS = {
@@ -133,6 +135,19 @@ def test_numbers_of_numpy_are_those_of_python():
     assert parse_filter(condition, FIELDS).text == parse_filter(plain, FIELDS).text
 
 
+@pytest.mark.parametrize(
+    "make", [np.array, pd.Series, pd.Index, pl.Series, pa.array, lambda values: pa.chunked_array([values])]
+)
+def test_a_column_or_an_array_is_the_list_of_its_values(make):
+    days = [datetime(1958, 7, 1), datetime(1958, 7, 2)]
+    assert to_plain_filter({"i": {"in": make([1, 2])}, "s": {"in": make(["a"])}}) == {
+        "i": {"in": [1, 2]},
+        "s": {"in": ["a"]},
+    }
+    assert to_plain_filter({"t": {"in": make(days)}}) == {"t": {"in": days}}
+    assert to_plain_filter(np.array(days, "datetime64[ns]")) == days
+
+
 def test_a_whole_float_is_the_int_of_its_value():
     years = pa.table({"i": pa.array([1957, 1958, None], pa.int64())})
     assert parse_filter({"i": np.float64(1958)}, FIELDS).mask(years).tolist() == [False, True, False]
@@ -162,9 +177,10 @@ def test_a_whole_float_is_the_int_of_its_value():
         ({"year": 1.5}, "1.5 is no int"),
         ({"year": 2**63}, "9223372036854775808 is no int"),
         ({"year": None}, r'None is no int.*use \{"exists": false\}'),
-        ({"year": [1958]}, r"\[1958\] is no int"),
+        ({"year": [1958]}, r'\[1958\] is no int.* for one of several use \{"in": \[...\]\}$'),
         ({"share": float("nan")}, "nan is no float"),
-        ({"tags": ["a"]}, r"\['a'\] is no string"),
+        ({"tags": ["a"]}, r"\['a'\] is no string.* for one of several use"),
+        ({"tags": {"in": [["a"]]}}, r"\['a'\] is no string.* of type string$"),
         ({"title": "\ud800"}, "is no string"),
         ({"year": {"in": 1958}}, "in is 1958; give a list"),
         ({"year": {"nin": [1958, "x"]}}, "'x' is no int"),
