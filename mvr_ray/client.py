@@ -372,14 +372,17 @@ class _Endpoints:
 
     @Endpoint
     @staticmethod
-    def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[schemas.PassageResponse]:
-        """Return one passage as it was indexed."""
+    def passage(
+        passage_id: str, *, version: int | None = None, timeout_s: float | None = None
+    ) -> EndpointRequest[schemas.PassageResponse]:
+        """Return one passage as it was indexed, in the version that answers or another one."""
         if not isinstance(passage_id, str):
             message = f"the id is {passage_id!r:.80}, which is no text"
             raise RequestError(422, "wrong_type", "id", message, "give an id as a search shows it")
         # Dots too: as a part of a path, `.` and `..` would mean folders.
         path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
-        return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, _: s.passage(passage_id))
+        path += "" if version is None else f"?version={_version_number(version, 'version')}"
+        return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, due: s.passage(passage_id, version, due))
 
     @Endpoint
     @staticmethod
@@ -532,11 +535,15 @@ def _check_time(timeout_s: object) -> None:
 
 
 def _version_path(number: object) -> str:
-    """Return the path of a version. Raises RequestError for what is no whole number."""
+    return f"/v1/versions/{_version_number(number, 'n')}"
+
+
+def _version_number(number: object, field: str) -> str:
+    """Return the number of a version as a part of an address. Raises RequestError for what is no whole number."""
     if isinstance(number, bool) or not isinstance(number, Integral):
         message = f"a version is a whole number, not {number!r:.80}"
-        raise RequestError(422, "wrong_type", "n", message, "give a number that `versions` lists")
-    return f"/v1/versions/{number}"
+        raise RequestError(422, "wrong_type", field, message, "give a number that `versions` lists")
+    return str(number)
 
 
 def _texts(field: str, values: Any) -> Any:

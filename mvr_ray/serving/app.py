@@ -5,7 +5,8 @@
     POST /v1/explain                  every view of some passages with every question
     POST /v1/embeddings               vectors of texts by the index's encoder, in the shape of OpenAI's API
     GET  /v1/examples                 a few texts to search for
-    GET  /v1/passages/{id}            one passage; its id may hold anything, percent-encoded
+    GET  /v1/passages/{id}            one passage (?version=N: of this version); its id may hold anything,
+                                      percent-encoded
     GET  /v1/versions                 the published versions, the live one, and the one that answers
     POST /v1/versions                 a manifest whose files are in the store, as a new version (admin token)
     GET  /v1/versions/{n}             one of them, and how it was made
@@ -165,10 +166,12 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         """Return a few texts to search for: questions that came with the corpus, else titles."""
         return await run(request, lambda _: service.examples())
 
-    @get("/v1/passages/{id:passage_id}", 404)
-    async def passage(request: Request, id: str) -> schemas.PassageResponse:
-        """Return one passage as it was indexed, and the parts of its text that its views stand for."""
-        return await run(request, lambda _: service.passage(id))
+    @get("/v1/passages/{id:passage_id}", 404, 422)
+    async def passage(request: Request, id: str, version: VersionNumber | None = None) -> schemas.PassageResponse:
+        """Return one passage as it was indexed, and the parts of its text that its views stand for, in the version that
+        answers or another one.
+        """
+        return await run(request, lambda deadline: service.passage(id, version, deadline))
 
     @get("/v1/versions", 404)
     async def versions(request: Request) -> schemas.VersionList:

@@ -143,9 +143,11 @@ class SearchService:
         usage = schemas.TokenUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         return schemas.EmbeddingsResponse(data=data, model=model, usage=usage)
 
-    def passage(self, passage_id: str) -> schemas.PassageResponse:
-        """Return one passage as it was indexed."""
-        with self._pin(None) as router:
+    def passage(
+        self, passage_id: str, version: int | None = None, deadline: Deadline | None = None
+    ) -> schemas.PassageResponse:
+        """Return one passage as it was indexed, in the version that answers or another one."""
+        with self._pin(version, self._search_deadline(deadline)) as router:
             current = router.manifest
             passages = router.passages([passage_id]) if schemas.is_text(passage_id) else {}
             if passage_id not in passages:

@@ -47,6 +47,7 @@ from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.api.run_settings import with_settings
 from mvr_ray.cli import main
+from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.stored_model import torch_threads
@@ -1296,6 +1297,20 @@ def test_a_filter_that_a_chunk_passes_deletes_its_whole_text(command_store: Path
         assert {passage.id.partition("#")[0] for passage in index} == {"p0", "p2", "p3", "p5"}
 
 
+def test_a_passage_over_a_client_is_that_of_the_version_that_is_named(index: Index):
+    index.upsert([("p1", "A new text.")])
+    index.delete("p2")
+    with Client.in_process(index.run, timeout_s=60) as client:
+        assert client.passage("p1").text == "A new text."
+        for row in ROWS[1:3]:
+            passage = client.passage(row["id"], version=1)
+            assert (passage.text, passage.version) == (row["text"], 1)
+        with pytest.raises(RefusedError, match="unknown_passage"):
+            client.passage("p2")
+        with pytest.raises(RefusedError, match="unknown_version"):
+            client.passage("p1", version=9)
+
+
 def test_the_lines_of_an_index_are_prepared_and_indexed_as_the_same_passages(index: Index, tmp_path: Path, capsys):
     def command(*words: str) -> str:
         with pytest.raises(SystemExit) as end:
@@ -1963,6 +1978,7 @@ def test_the_package_and_the_command_line_are_imported_without_what_they_import_
 SEARCH = """
 import sys
 from mvr_ray.cli import main
+from mvr_ray.client import Client, RefusedError
 status = 0
 try:
     main()

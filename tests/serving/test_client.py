@@ -146,6 +146,8 @@ REFUSED = [
     (lambda c: c.passage("p9"), 404, "unknown_passage", "id"),
     (lambda c: c.passage("\ud800"), 404, "unknown_passage", "id"),
     (lambda c: c.passage(""), 404, "unknown_passage", "id"),
+    (lambda c: c.passage("p1", version=99), 404, "unknown_version", "version"),
+    (lambda c: c.passage("p1", version=1.5), 422, "wrong_type", "version"),
     (lambda c: c.passage(5), 422, "wrong_type", "id"),
     (lambda c: c.search(["x"], filter="year > 3"), 422, "wrong_type", "filter"),
     (lambda c: c.search(["x"], filter={"id": b"x"}), 422, "wrong_filter", "filter"),

@@ -73,6 +73,16 @@ def test_an_id_that_the_index_lacks_is_unknown_and_reaches_no_file(path) -> None
     assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_passage")
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "code"),
+    [("3", 200, None), ("99", 404, "unknown_version"), ("0", 404, "unknown_version"), ("3.0", 422, "wrong_type")],
+)
+def test_a_passage_is_that_of_the_version_that_is_named(version, status, code) -> None:
+    reply = get(app(), f"/v1/passages/p1?version={version}")
+    error = reply.body.get("error", {})
+    assert (reply.status, error.get("code"), error.get("field")) == (status, code, code and "version")
+
+
 def test_versions_tell_what_is_published_live_and_served(tmp_path) -> None:
     reply = get(app(catalog=version_catalog(tmp_path, versions=2)), "/v1/versions")
     assert (reply.body["index"], reply.body["live"], reply.body["serving"]) == ("library", 2, 3)
