@@ -47,6 +47,7 @@ from mvr_ray.serving.schemas import EmbeddingsResponse, Readiness, RequestError,
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import to_plain_filter
+from mvr_ray.store.formats.records import PassageId, is_id
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
 from mvr_ray.versions import VersionInfo
@@ -333,7 +334,7 @@ class _Endpoints:
     @staticmethod
     def explain(
         questions: str | Sequence[str],
-        passages: str | Sequence[str] = (),
+        passages: PassageId | Iterable[PassageId] = (),
         k: int = 3,
         *,
         version: int | None = None,
@@ -346,7 +347,7 @@ class _Endpoints:
         body = schemas.validate(
             schemas.ExplainRequest,
             questions=_texts("questions", questions),
-            passages=_texts("passages", passages),
+            passages=_ids(passages),
             k=k,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
@@ -373,16 +374,17 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def passage(
-        passage_id: str, *, version: int | None = None, timeout_s: float | None = None
+        passage_id: PassageId, *, version: int | None = None, timeout_s: float | None = None
     ) -> EndpointRequest[schemas.PassageResponse]:
         """Return one passage as it was indexed, in the version that answers or another one."""
-        if not isinstance(passage_id, str):
-            message = f"the id is {passage_id!r:.80}, which is no text"
+        if not is_id(passage_id):
+            message = f"the id is {passage_id!r:.80}, no text and no whole number"
             raise RequestError(422, "wrong_type", "id", message, "give an id as a search shows it")
         # Dots too: as a part of a path, `.` and `..` would mean folders.
-        path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
+        name = str(passage_id)
+        path = "/v1/passages/" + quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
         path += "" if version is None else f"?version={_version_number(version, 'version')}"
-        return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, due: s.passage(passage_id, version, due))
+        return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, due: s.passage(name, version, due))
 
     @Endpoint
     @staticmethod
@@ -556,6 +558,12 @@ def _texts(field: str, values: Any) -> Any:
         )
         raise RequestError(422, "wrong_type", field, message, hint)
     return [values] if isinstance(values, str) else list(values) if isinstance(values, Iterable) else values
+
+
+def _ids(values: Any) -> Any:
+    """Return one passage id, or several, as texts; a whole number is the id of its digits, as in `Index.build`."""
+    ids = _texts("passages", [values] if is_id(values) else values)
+    return [str(one) if is_id(one) else one for one in ids] if isinstance(ids, list) else ids
 
 
 def next_pause_s(tries: int, retry_after: str, spread: float) -> float:

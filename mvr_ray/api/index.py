@@ -31,7 +31,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.feedback import add_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
-from mvr_ray.store.formats.records import FilteredDeletion, PassageId
+from mvr_ray.store.formats.records import FilteredDeletion, PassageId, is_id
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.update import ChangeRecord
 from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Progress
@@ -244,7 +244,7 @@ class Index:
         return self.scan()
 
     def __contains__(self, id: object) -> bool:
-        return rows.is_id(id) and bool(self.passages([str(id)]))
+        return is_id(id) and bool(self.passages([str(id)]))
 
     def vectors(self) -> Iterator[EmbeddingBlock]:
         """Yield the stored views of all passages of the version that searches answer from, for other programs.

@@ -16,6 +16,7 @@ from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import to_plain_filter
+from mvr_ray.store.formats.records import is_id
 from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_questions, require_gold_passages
 from mvr_ray.types import Progress, Question
 
@@ -36,7 +37,7 @@ def judgement_lines(judgements: Iterable[Any]) -> list[str]:
             parts = tuple(judgement.get(name) for name in ("question", "passage_id", "label"))
         match parts:
             case (str() as question, passage, (1 | -1) as label) if (
-                question.strip() and rows.is_id(passage) and label is not True
+                question.strip() and is_id(passage) and label is not True
             ):
                 row = {"question": question, "passage_id": str(passage), "label": int(label)}
                 for name, text in (("question", question), ("passage id", str(passage))):

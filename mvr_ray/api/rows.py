@@ -19,10 +19,10 @@ from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
     FieldsRecord,
-    PassageId,
     QuestionRecord,
     Record,
     deletion_record,
+    is_id,
     question_record,
 )
 from mvr_ray.store.formats.rows import fields_of, passage_of, question_of, sets_fields
@@ -127,11 +127,6 @@ def deletion_records(ids: Any) -> Iterator[DeletionRecord | BadRow]:
 def ids_of(ids: Any) -> Iterator[Any]:
     """Return one id, or those of an iterable or column, in order."""
     return iter([ids]) if is_id(ids) else rows_of(ids)
-
-
-def is_id(value: Any) -> bool:
-    """Return whether a value names a passage."""
-    return isinstance(value, PassageId | np.integer) and not isinstance(value, bool)
 
 
 def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:

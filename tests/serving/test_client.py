@@ -47,7 +47,7 @@ from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Passage
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
-ODD = ["a/b", "..", ".", "../../etc/passwd", "a b?c#d&e", "é漢🙂", "%2e%2e", "100%", "a//b/", "\x00"]
+ODD = ["a/b", "..", ".", "../../etc/passwd", "a b?c#d&e", "é漢🙂", "%2e%2e", "100%", "a//b/", "\x00", "7"]
 
 
 class WithOddIds(InMemoryIndex):
@@ -116,6 +116,14 @@ def test_a_passage_is_found_by_its_id_whatever_it_holds(client, passage_id) -> N
     assert client.passage(passage_id).id == passage_id
 
 
+@pytest.mark.parametrize("passage_id", [7, np.int64(7)])
+def test_a_whole_number_is_the_id_of_its_digits(client, passage_id) -> None:
+    assert client.passage(passage_id) == client.passage("7")
+    for ids in (passage_id, [passage_id]):
+        with pytest.raises(RefusedError, match=r"passages\.0: .*'7'"):
+            client.explain("nile", ids)
+
+
 def test_explain_versions_and_readiness_are_the_models_of_the_server(client) -> None:
     [passage] = client.explain(["nile"], ["p1"]).passages
     assert [view.scores for view in passage.views] == [[1.0], [0.0]]
@@ -148,12 +156,15 @@ REFUSED = [
     (lambda c: c.passage(""), 404, "unknown_passage", "id"),
     (lambda c: c.passage("p1", version=99), 404, "unknown_version", "version"),
     (lambda c: c.passage("p1", version=1.5), 422, "wrong_type", "version"),
-    (lambda c: c.passage(5), 422, "wrong_type", "id"),
+    (lambda c: c.passage(True), 422, "wrong_type", "id"),
+    (lambda c: c.passage(1.0), 422, "wrong_type", "id"),
     (lambda c: c.search(["x"], filter="year > 3"), 422, "wrong_type", "filter"),
     (lambda c: c.search(["x"], filter={"id": b"x"}), 422, "wrong_filter", "filter"),
     (lambda c: c.search(["x"], filter={"id": {"in": {"p1"}}}), 422, "wrong_filter", "filter"),
     (lambda c: c.search(["x"], filter={"id": {"lt": math.inf}}), 422, "wrong_filter", "filter"),
     (lambda c: c.search(["x"], fields=5), 422, "wrong_type", "fields"),
+    (lambda c: c.explain("x", True), 422, "wrong_type", "passages"),
+    (lambda c: c.explain("x", [True]), 422, "wrong_type", "passages.0"),
     (lambda c: c.explain(5), 422, "wrong_type", "questions"),
     (lambda c: c.embed(5, model="words"), 422, "wrong_type", "input.str"),
     (lambda c: c.publish(None), 422, "wrong_type", "manifest"),

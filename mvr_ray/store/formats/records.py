@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from unicodedata import category
 from uuid import UUID
 
+import numpy as np
+
 from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
@@ -85,6 +87,11 @@ class DroppedRow(NamedTuple):
 
 
 Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value names a passage."""
+    return isinstance(value, PassageId | np.integer) and not isinstance(value, bool)
 
 
 def with_prefix(record: Record, prefix: str) -> Record:
