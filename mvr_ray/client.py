@@ -389,14 +389,14 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def versions(*, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionList]:
-        """List the published versions, the live one, and the one that answers."""
+        """Return the published versions (`versions` of the result), the live one, and the one that answers."""
         return EndpointRequest("GET", "/v1/versions", schemas.VersionList, lambda s, _: s.versions())
 
     @Endpoint
     @staticmethod
-    def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionDetail]:
+    def version(version: int, *, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionDetail]:
         """Return one version, and how it was made."""
-        return EndpointRequest("GET", _version_path(number), schemas.VersionDetail, lambda s, _: s.version(number))
+        return EndpointRequest("GET", _version_path(version), schemas.VersionDetail, lambda s, _: s.version(version))
 
     @Endpoint
     @staticmethod
@@ -414,17 +414,17 @@ class _Endpoints:
 
     @Endpoint
     @staticmethod
-    def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
+    def rollback(version: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
         """Publish the content of a version, after checking its files, as a new one. Needs an admin token."""
-        path = f"{_version_path(number)}/rollback"
-        return EndpointRequest("POST", path, VersionInfo, lambda s, due: s.rollback(number, due), repeatable=False)
+        path = f"{_version_path(version)}/rollback"
+        return EndpointRequest("POST", path, VersionInfo, lambda s, due: s.rollback(version, due), repeatable=False)
 
     @Endpoint
     @staticmethod
-    def promote(number: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
+    def promote(version: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
-        path = f"{_version_path(number)}/promote"
-        return EndpointRequest("POST", path, Readiness, lambda s, due: s.promote(number, due))
+        path = f"{_version_path(version)}/promote"
+        return EndpointRequest("POST", path, Readiness, lambda s, due: s.promote(version, due))
 
     @Endpoint
     @staticmethod

@@ -31,6 +31,11 @@ class Passage(NamedTuple):
     text: str
     fields: tuple[tuple[str, FieldValue], ...] = ()
 
+    @property
+    def values(self) -> dict[str, FieldValue]:
+        """The fields by name: dates and timestamps are those of Python."""
+        return dict(self.fields)
+
 
 class Question(NamedTuple):
     """A question, its known answers and its known passages.

@@ -231,7 +231,7 @@ class Index:
         always in the same order. A version that is published meanwhile changes nothing of it. Memory does not grow
         with the corpus.
 
-            years = Counter(dict(passage.fields).get("year") for passage in index.scan({"source": "a"}))
+            years = Counter(passage.values.get("year") for passage in index.scan({"source": "a"}))
 
         Iterating over the index yields all; `"p7" in index` says whether it has a passage of this id. Raises
         ConfigError for a filter that does not fit.

@@ -376,8 +376,8 @@ def test_a_frame_whose_whole_numbers_have_a_gap_is_accepted_for_a_field_of_int(i
     )
     assert frame.year.dtype == float
     index.upsert(frame)
-    assert dict(index.passages("p1")["p1"].fields) == {"year": 2001}
-    assert dict(index.passages("new")["new"].fields) == {}
+    assert index.passages("p1")["p1"].values == {"year": 2001}
+    assert index.passages("new")["new"].values == {}
 
 
 def test_a_list_in_a_cell_of_a_frame_is_a_list_whatever_reads_the_file(index: Index, tmp_path: Path):
@@ -1262,7 +1262,7 @@ def test_reports_and_manifests_print_as_tables_and_a_line(index: Index):
 
 def test_a_scan_yields_what_passes_of_one_version_whatever_is_published_meanwhile(index: Index):
     def years(passages) -> list[int]:
-        return sorted(dict(passage.fields)["year"] for passage in passages)
+        return sorted(passage.values["year"] for passage in passages)
 
     assert years(index) == [row["year"] for row in ROWS] and index.passages("p3")["p3"] in list(index)
     assert years(index.scan({"year": {"lt": 1903}, "opened": {"gte": date(1950, 1, 2)}})) == [1901, 1902]
@@ -1438,6 +1438,7 @@ def test_a_null_of_a_table_sets_no_field(index: Index):
     index.upsert(changes[1:])
     after = index.passages(["p1", "p2"])
     assert after["p1"].fields == (("opened", date(1950, 1, 2)), ("year", 7))
+    assert after["p1"].values == {"opened": date(1950, 1, 2), "year": 7}
     assert after["p2"].fields == (("opened", date(2001, 2, 3)), ("year", 1902))
 
 

@@ -132,7 +132,8 @@ def test_explain_versions_and_readiness_are_the_models_of_the_server(client) -> 
     assert client.version(1).vectors == 5
     assert client.ready().ready
     rollback = client.rollback(1)
-    assert (rollback.operation, rollback.live, client.rollback(1)) == ("rollback", True, rollback)
+    assert client.version(version=1) == client.version(1)
+    assert (rollback.operation, rollback.live, client.rollback(version=1)) == ("rollback", True, rollback)
 
 
 REFUSED = [
