@@ -370,7 +370,7 @@ class Index:
     def evaluate(
         self,
         questions: Any,
-        k: int | Sequence[int] = (1, 5, 20, 100),
+        k: int | Sequence[int] | None = None,
         *,
         hybrid: Hybrid = None,
         progress: Progress | bool | None = None,
@@ -382,8 +382,9 @@ class Index:
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 
-        `questions` as of `add_questions`, or the name of a stored set; `hybrid` as of `search`, for the
-        `configured_system` of the report.
+        `questions` as of `add_questions`, or the name of a stored set; `k` absent: `evaluate.k` of the settings, 1, 5,
+        20 and 100 by default; `hybrid` as of `search`, for the `configured_system` of the report. `retrieve.filter` of
+        the settings restricts what is ranked. Raises ConfigError, also for a filter that does not fit, and DataError.
         """
         with progress_callback(progress) as callback:
             return question_stages.evaluate(self.run, questions, k, hybrid, callback)
@@ -391,7 +392,7 @@ class Index:
     def retrieve(
         self,
         questions: Any,
-        k: int = 100,
+        k: int | None = None,
         *,
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
@@ -403,8 +404,10 @@ class Index:
             scores = {one.question.id: {hit.id: hit.score for hit in one.passages} for one in index.retrieve("dev")}
             ir_measures.calc_aggregate([ir_measures.nDCG @ 10], qrels, scores)
 
-        `questions` as of `add_questions`, or the name of a stored set; `filter` and `hybrid` as of `search`. `mvr-ray
-        retrieve` writes the same ranking as a file of TREC and other formats.
+        `questions` as of `add_questions`, or the name of a stored set; `filter` and `hybrid` as of `search`. Absent,
+        `k` and `filter` are those of the settings' `retrieve` section, whose other keys count too: 100 and no filter
+        by default. `mvr-ray retrieve` writes the same ranking as a file of TREC and other formats. Raises ConfigError
+        for a filter that does not fit, before anything is encoded, and DataError.
         """
         with progress_callback(progress) as callback:
             return question_stages.retrieve(self.run, questions, k, filter, hybrid, callback)

@@ -15,7 +15,6 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
-from mvr_ray.store.filters import to_plain_filter
 from mvr_ray.store.formats.records import is_id
 from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_questions, require_gold_passages
 from mvr_ray.types import Progress, Question
@@ -108,7 +107,7 @@ def train(
 
 
 def evaluate(
-    run: RunConfig, questions: Any, k: int | Sequence[int], hybrid: Hybrid, progress: Progress
+    run: RunConfig, questions: Any, k: int | Sequence[int] | None, hybrid: Hybrid, progress: Progress
 ) -> "EvaluationReport":
     """Measure the live version, as `Index.evaluate` says."""
     from mvr_ray.distributed import evaluate as stage
@@ -120,16 +119,29 @@ def evaluate(
         name = own
     else:
         sets = [QuestionSet(name, _with_chunks(run, corpus, own, name))]
-    depths = list(k) if isinstance(k, Iterable) else [k]
-    run = with_settings(run, evaluate={"questions": [name], "k": depths}, search=_weight(hybrid))
+    depths = {} if k is None else {"k": list(k) if isinstance(k, Iterable) else [k]}
+    run = with_settings(run, evaluate={"questions": [name], **depths}, search=_weight(hybrid))
     return stage.evaluate(run, progress, sets)
 
 
 def retrieve(
-    run: RunConfig, questions: Any, k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid, progress: Progress
+    run: RunConfig,
+    questions: Any,
+    k: int | None,
+    filter: Mapping[str, Any] | None,
+    hybrid: Hybrid,
+    progress: Progress,
 ) -> "list[RankedQuestion]":
     """Rank passages of the live version for questions, as `Index.retrieve` says."""
-    from mvr_ray.distributed.retrieve import QuestionSet, RankSettings, question_set, rank_questions
+    from mvr_ray.core.judging.answers import refuse_empty_answers
+    from mvr_ray.distributed.retrieve import (
+        QuestionSet,
+        RankSettings,
+        checked_filter,
+        question_set,
+        rank_questions,
+        warn_of_plain_queries,
+    )
     from mvr_ray.distributed.router import open_router
 
     store = Store(run.store.path)
@@ -137,14 +149,25 @@ def retrieve(
     corpus = Corpus.open(store, live.corpus, live.corpus_digest)
     own = _questions(corpus, questions)
     if isinstance(own, str):
-        sets = [question_set(corpus, own)]
+        question_batch = question_set(corpus, own)
     else:
-        sets = [QuestionSet("retrieve", _with_chunks(run, corpus, own, "retrieve"))]
-    run = with_settings(run, retrieve={"k": k}, search=_weight(hybrid))
-    options = {"match": run.evaluate.match, "filter": to_plain_filter(filter), "hybrid": run.search.hybrid}
-    settings = RankSettings(run.retrieve.k, texts=True, snippets=True, **options)
+        question_batch = QuestionSet("retrieve", _with_chunks(run, corpus, own, "retrieve"))
+    run = with_settings(run, retrieve={} if k is None else {"k": k}, search=_weight(hybrid))
+    settings = RankSettings(
+        run.retrieve.k,
+        run.evaluate.match,
+        texts=True,
+        snippets=True,
+        refined_queries=run.retrieve.refined_queries,
+        filter=checked_filter(run, corpus, filter),
+        hybrid=run.search.hybrid,
+    )
+    if run.retrieve.strict_answers:
+        refuse_empty_answers(question_batch.questions, run.evaluate.match)
+    if settings.refined_queries:
+        warn_of_plain_queries(live, [question_batch.name])
     with open_router(run, live.version) as router:
-        return list(rank_questions(run, router, sets, settings, progress))
+        return list(rank_questions(run, router, [question_batch], settings, progress))
 
 
 def _set_of(run: RunConfig, questions: Any, use: str) -> str:

@@ -154,8 +154,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     """Measure the views of the live version with one set of gold-labelled questions; with `retrieve.filter` the hits
     are those that pass.
 
-    Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index,
-    FilterError.
+    Raises ConfigError where no set is configured or for a filter that does not fit, MissingInputError where no question
+    has a passage in the index.
     """
     settings, store = run.analyze, Store(run.store.path)
     name = settings.questions or next(iter(run.evaluate.questions), None)

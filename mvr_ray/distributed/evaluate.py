@@ -145,7 +145,7 @@ def evaluate(
     and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`. With `retrieve.filter`
     only passages that pass it are ranked, as by `retrieve`.
 
-    Raises ConfigError without a set or any label, or for a filter beside BM25, MissingInputError, FilterError,
+    Raises ConfigError without a set or any label, or for a filter that does not fit or beside BM25, MissingInputError,
     CoverageError, ResourceError, ShardIndexError for a hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
@@ -430,8 +430,8 @@ def judge_hits(
 def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
     """Measure each weight on the questions of a stored set with gold passages that `evaluate.questions` lacks.
 
-    Raises ConfigError for a set without any, MissingInputError, FilterError, CoverageError, ShardIndexError for a
-    version without words.
+    Raises ConfigError for a set without any or a filter that does not fit, MissingInputError, CoverageError,
+    ShardIndexError for a version without words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)

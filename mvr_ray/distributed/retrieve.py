@@ -25,11 +25,11 @@ from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.searching.searcher import Fleet
-from mvr_ray.errors import CoverageError, MissingInputError
+from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store, local_copy
-from mvr_ray.store.filters import parse_filter
+from mvr_ray.store.filters import parse_filter, to_plain_filter
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.store.formats.trec import refuse_spaces
@@ -220,7 +220,8 @@ def retrieve(
     """Write the best `retrieve.k` passages of every question to `output`, in question order, in one atomic step.
 
     `questions` is a stored set, or a file or folder in any question format. Raises MissingInputError, DataError,
-    FilterError, CoverageError; ShardIndexError for `search.hybrid` over a version without words.
+    ConfigError for a filter that does not fit, CoverageError; ShardIndexError for `search.hybrid` over a version
+    without words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -263,11 +264,18 @@ def retrieve(
     )
 
 
-def checked_filter(run: RunConfig, corpus: Corpus) -> Mapping[str, Any] | None:
-    """Return `retrieve.filter`. Raises FilterError for one that does not fit the fields of the corpus."""
-    if run.retrieve.filter is not None:
-        parse_filter(run.retrieve.filter, corpus.fields)
-    return run.retrieve.filter
+def checked_filter(run: RunConfig, corpus: Corpus, filter: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """Return the filter of a call, else `retrieve.filter`, as JSON has it. Raises ConfigError for one that does not fit
+    the fields of the corpus."""
+    value, place = (run.retrieve.filter, "retrieve.") if filter is None else (filter, "retrieve: ")
+    if value is None:
+        return None
+    try:
+        plain = to_plain_filter(value)
+        parse_filter(plain, corpus.fields)
+    except FilterError as error:
+        raise ConfigError(f"{place}{error}") from None
+    return plain
 
 
 def warn_of_plain_queries(base: Manifest, names: Sequence[str]) -> None:

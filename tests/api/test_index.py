@@ -1181,6 +1181,34 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
 
+def test_evaluate_and_retrieve_obey_the_settings_that_the_commands_obey(index_store: Path, tmp_path: Path, capsys):
+    retrieval = {"filter": {"year": {"lt": 1904}}, "k": 3, "strict_answers": True}
+    settings = {"retrieve": retrieval, "evaluate": {"k": [1, 2]}}
+    with Index.open(index_store, settings=settings) as index:
+        [ranking] = index.retrieve([("Who built it?", "king 9")])
+        hits = index.search("Who built it?", 3, filter=retrieval["filter"])
+        assert [hit.id for hit in ranking.passages] == [hit.id for hit in hits]
+        [ranking] = index.retrieve([("Who built it?", "king 9")], k=9, filter={"opened": {"gte": date(1950, 1, 23)}})
+        assert {hit.id for hit in ranking.passages} == {"p22", "p23"}
+        assert len(index.retrieve(["Who built it?"], 9, filter={})[0].passages) == 9
+        report = index.evaluate([("Who built it?", "king 9")])
+        assert {row.metric for row in report.rows} == {"answer/top-1", "answer/top-2"}
+        with pytest.raises(DataError, match=r"would match every passage"):
+            index.retrieve([("Who built it?", "")])
+        with pytest.raises(ConfigError, match=r"^retrieve: filter: the corpus has no field 'bad'"):
+            index.retrieve(["a"], filter={"bad": 1})
+    with Index.open(index_store, settings={"retrieve": {"filter": {"bad": 1}}}) as index:
+        for stage in (index.retrieve, index.evaluate):
+            with pytest.raises(ConfigError, match=r"^retrieve\.filter: the corpus has no field 'bad'"):
+                stage([("a", "b")])
+    file, output = tmp_path / "questions.jsonl", tmp_path / "ranking.json"
+    file.write_text('{"question": "a"}\n')
+    own = [f"store.path={index_store}", f"questions={file}", f"output={output}", "retrieve.filter={bad: 1}"]
+    with pytest.raises(SystemExit) as end:
+        main(["retrieve", str(index_store / "run.yaml"), *own])
+    assert end.value.code == 2 and "no field 'bad'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("own_id", "is_itself"), [("p3", True), ("q3", False), ("p4", False)])
 def test_a_question_that_is_a_passage_itself_is_no_hit_of_its_own(index: Index, own_id: str, is_itself: bool):
     """As in ArguAna and Quora, whose questions are passages; other sets number questions and passages alike."""

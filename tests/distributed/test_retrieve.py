@@ -27,7 +27,7 @@ from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
-from mvr_ray.errors import ConfigError, CoverageError, DataError, FilterError, MissingInputError, ShardIndexError
+from mvr_ray.errors import ConfigError, CoverageError, DataError, MissingInputError, ShardIndexError
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -147,7 +147,10 @@ def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, t
         row = json.loads(line)
         best = [name for name, _, _ in expected[row["id"]] if titles[name] != title][:10]
         assert [hit["id"] for hit in row["hits"]] == best
-    with pytest.raises(FilterError, match=r"no field 'year'; there are: id \(string\), title \(string\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^retrieve\.filter: .* no field 'year'; there are: id \(string\), title \(string\)",
+    ):
         retrieve(run_over(small_index, retrieve={"filter": {"year": 3}}), "dev", tmp_path / "no.jsonl")
 
 
@@ -207,7 +210,7 @@ def test_measurements_under_a_filter_are_those_of_what_passes(small_index, run_o
     with pytest.raises(ConfigError, match=r"evaluate\.bm25 ranks all passages.*set evaluate\.bm25=false"):
         evaluate(run_over(small_index, retrieve=retrieval, evaluate={"bm25": True}))
     for stage in (evaluate, analyze):
-        with pytest.raises(FilterError, match="no field 'nothing'"):
+        with pytest.raises(ConfigError, match=r"^retrieve\.filter: .* no field 'nothing'"):
             stage(run_over(small_index, retrieve={"filter": {"nothing": 1}}))
     with pytest.raises(ConfigError, match=r"refine\.questions names no question set"):
         refine(run_over(small_index, retrieve=retrieval, refine={"questions": None}))
