@@ -164,7 +164,13 @@ class Index:
 
     @overload
     def search(
-        self, query: str, k: int = 10, *, filter: Mapping[str, Any] | None = None, hybrid: Hybrid = None
+        self,
+        query: str,
+        k: int = 10,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        hybrid: Hybrid = None,
+        version: int | None = None,
     ) -> SearchHits: ...
 
     @overload
@@ -175,6 +181,7 @@ class Index:
         *,
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
+        version: int | None = None,
     ) -> list[SearchHits]: ...
 
     def search(
@@ -184,6 +191,7 @@ class Index:
         *,
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
+        version: int | None = None,
     ) -> SearchHits | list[SearchHits]:
         """Return the best `k` passages of a question, or of each of several questions or vectors_QD of its encoder.
 
@@ -192,12 +200,14 @@ class Index:
 
         `filter` is an expression over the fields of passages (docs/filters.md). `hybrid` w ranks by BM25 + w times the
         score, "rrf" by the ranks in both, "off" by the score alone; absent: as `search.hybrid` of the settings says. It
-        needs an index of words (`index.lexical`). Raises ConfigError for an empty question or a filter that does not
-        fit.
+        needs an index of words (`index.lexical`). `version` answers from an earlier one of `versions`, with its
+        passages, fields and encoder. Raises ConfigError for an empty question or a filter that does not fit,
+        MissingInputError for an unknown version.
         """
         is_single = isinstance(query, str)
         queries = [query] if is_single else searching.plain_queries(query)
-        results = searching.search(self.run, self._router, queries, k, filter, hybrid, is_single=is_single)
+        own = k, filter, hybrid, version
+        results = searching.search(self.run, self._router, queries, *own, is_single=is_single)
         return results[0] if is_single else results
 
     def explain(
@@ -207,18 +217,20 @@ class Index:
         k: int = 3,
         *,
         hybrid: Hybrid = None,
+        version: int | None = None,
     ) -> Explanation:
         """Score every view of some passages with one or several questions, at most 256: of the passages with these
         ids, else of the best `k` hits of each question. A notebook shows the result as a page (CAMVR, Figure 4).
 
             index.explain(["Who built it?", "When was it built?"], "tower_4")
 
-        `hybrid` as in `search`. Raises ConfigError for an empty question or an unknown id.
+        `hybrid` and `version` as in `search`. Raises ConfigError for an empty question or an unknown id,
+        MissingInputError for an unknown version.
         """
         is_single = isinstance(questions, str)
         texts = [questions] if is_single else list(rows.rows_of(questions))
         ids = [str(one) for one in rows.ids_of(passages)]
-        return searching.explain(self.run, self._router, texts, ids, k, hybrid, is_single=is_single)
+        return searching.explain(self.run, self._router, texts, ids, k, hybrid, version, is_single=is_single)
 
     def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
@@ -441,7 +453,8 @@ class Index:
                 is_remote = bool(cluster_address(resources)) or resources.gpus_per_searcher > 0
                 local = not is_remote and self._newest().num_passages <= resources.local_passages
                 router = open_hot_swap_router(self.run, local=local or None, batching=False)
-                self.__dict__["_router"] = self._open.enter_context(router)
+                self.__dict__["_router"] = hot_swap = self._open.enter_context(router)
+                hot_swap.min_idle_s = 0.0  # no other user waits for the earlier versions that are open
             return self.__dict__["_router"]
 
     def _newest(self) -> Manifest:

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
@@ -34,13 +36,15 @@ def search(
     k: int,
     filter: Mapping[str, Any] | None,
     hybrid: Hybrid,
+    version: int | None,
     *,
     is_single: bool,
 ) -> list[SearchHits]:
-    """Return the hits of every query; messages number the queries unless the caller gave a single one."""
+    """Return the hits of every query in a version, None: the live one; messages number the queries unless the caller
+    gave a single one."""
     texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
     results: list[SearchHits] = []
-    with hot_swap.pin() as router:  # all queries are answered by one version
+    with _pin(hot_swap, version) as router:  # all queries are answered by one version
         own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
         for start in range(0, len(queries), BATCH_QUERIES):
             with _service(run, router, "search", None if is_single else start) as service:
@@ -53,23 +57,29 @@ def search(
 
 def explain(
     run: RunConfig,
-    router: "HotSwapRouter",
+    hot_swap: "HotSwapRouter",
     questions: Sequence[str],
     passages: Sequence[str],
     k: int,
     hybrid: Hybrid,
+    version: int | None,
     *,
     is_single: bool,
 ) -> Explanation:
     """Score every view of passages with questions, as `Index.explain` says."""
-    with _service(run, router, "explain", None if is_single else 0) as service:
+    with _pin(hot_swap, version) as router, _service(run, router, "explain", None if is_single else 0) as service:
         return service.explain(validate(ExplainRequest, questions=questions, passages=passages, k=k, hybrid=hybrid))
 
 
+def _pin(hot_swap: "HotSwapRouter", version: int | None) -> "AbstractContextManager[Router]":
+    """Open the router of a version. Raises ConfigError for what is no number, MissingInputError for an unknown one."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int | np.integer)):
+        raise ConfigError(f"version is {version!r:.60}; give a number, as Index.versions() lists them")
+    return hot_swap.pin(None if version is None else int(version))
+
+
 @contextmanager
-def _service(
-    run: RunConfig, router: "Router | HotSwapRouter", method: str, first: int | None
-) -> Iterator[SearchService]:
+def _service(run: RunConfig, router: "Router", method: str, first: int | None) -> Iterator[SearchService]:
     """Answer requests from a router. Raises ConfigError, in the method's name, for one that is refused;
     `first` numbers the request's first query, None: the caller gave a single one."""
     limits = run.serve.model_copy(update=NO_LIMITS)

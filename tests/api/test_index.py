@@ -620,6 +620,26 @@ def test_one_version_answers_all_queries_of_a_call_whatever_other_threads_publis
     assert index.manifest.version == 2
 
 
+def test_earlier_versions_are_searched_and_explained_as_they_were_also_more_than_stay_open(index: Index):
+    for text in ("A bridge of wood.", "A bridge of stone.", "A bridge of iron."):
+        index.upsert([{"id": "p3", "text": text}])
+    for version, text in (
+        (1, ROWS[3]["text"]),
+        (2, "A bridge of wood."),
+        (3, "A bridge of stone."),
+    ):
+        hits = index.search("bridge", 24, version=version)
+        assert hits.version == version and {hit.id: hit.text for hit in hits}["p3"] == text
+        explanation = index.explain("bridge", "p3", version=version)
+        assert explanation.version == version and explanation.passages[0].text == text
+    assert index.search(["bridge"], 1)[0][0].text == "A bridge of iron." and index.manifest.version == 4
+    for call in (index.search, index.explain):
+        with pytest.raises(MissingInputError, match=r"no version 9 in .*there are 1, 2, 3, 4"):
+            call("bridge", version=9)
+        with pytest.raises(ConfigError, match=r"version is '1'; give a number"):
+            call("bridge", version="1")
+
+
 def test_a_filter_leaves_only_what_passes(index: Index):
     ids = {hit.id for hit in index.search("who built the tower?", k=100, filter={"year": {"gte": 1920}})}
     assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
@@ -764,7 +784,7 @@ WRONG_ARGUMENTS = {
         r"describes index 'index', not 'other'; give the path of the store with name=, or settings=\{'index': ",
     ),
     "a section of a build": (lambda index: Index.build(ROWS, path="never", settings={"index": 3}), "settings is"),
-    "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
+    "k is no number": (lambda index: index.evaluate([("who?", "king 9")], k="one"), r"evaluate\.k"),
     "no k": (lambda index: index.evaluate(["who?"], k=[]), r"evaluate\.k: \[\] is not a list of at least 1"),
     "ids": (lambda index: index.passages(2.5), "float holds no rows"),
     "ids to delete": (lambda index: index.delete(2.5), "float holds no rows"),
