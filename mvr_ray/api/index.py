@@ -316,8 +316,8 @@ class Index:
     def refine(
         self, questions: Any = None, *, progress: Progress | bool | None = None, **settings: Any
     ) -> "RefineReport":
-        """Learn from questions with answers (or, with labels="gold", gold passages), else from the feedback of
-        `add_feedback`.
+        """Learn from questions with answers (or, with labels="gold", gold passages), else from the settings'
+        `refine.questions` or `refine.feedback`, else from the feedback of `add_feedback`, as `mvr-ray refine` does.
 
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
             index.refine(questions, rounds=10, gate=["held_out"], labels="gold")

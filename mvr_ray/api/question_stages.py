@@ -13,7 +13,6 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.serving.schemas import Hybrid, is_text
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import is_id
 from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_questions, require_gold_passages
@@ -73,12 +72,6 @@ def refine(run: RunConfig, questions: Any, progress: Progress, settings: Mapping
                 f"would be learned from instead; pass feedback=None, or leave the questions out"
             )
         own["questions"] = _set_of(run, questions, "refine")
-    elif not {"questions", "feedback"} & set(own):
-        store = Store(run.store.path)
-        path = copy_judgements(store, run.index.name)
-        if path is None:
-            raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
-        own["feedback"] = str(store.local_path(path).absolute())
     return stage.refine(with_settings(run, refine=own), progress)
 
 

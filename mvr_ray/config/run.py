@@ -305,7 +305,8 @@ class RefineConfig(Section):
     questions: Name | None = None
     """Labelled questions: their answers (or gold passages) give the pseudo-labels."""
     feedback: str | None = None
-    """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels."""
+    """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels. Absent, and without `questions`: what
+    `Index.add_feedback` stored."""
     gate: list[Name] = Field(default_factory=list)
     """Held-out question sets that limit the cost of a round; empty: a fifth of `questions`."""
     report: list[Name] = Field(default_factory=list)

@@ -23,7 +23,7 @@ from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe, save_queries
-from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
+from mvr_ray.distributed.refinement.questions import RefineQuestions, gather, with_feedback
 from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     """Refine the live version of `index.name` and publish the result, unless it costs too much accuracy.
+    It learns from `refine.questions` or `refine.feedback`, and without them from the feedback of `Index.add_feedback`.
 
     Raises MissingInputError (no index, no question set), ConfigError, DataError (feedback), FingerprintError,
     ResourceError, PublishConflictError (another version was published meanwhile).
@@ -56,6 +57,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
         log.warning(
             "retrieve.filter has no effect on refine, whose labels, gate and report are of hits among all passages"
         )
+    run = with_feedback(run, store)
     questions = gather(corpus, run.refine)
     if report := _finished_by(store, base, run, questions):
         return report

@@ -1640,6 +1640,22 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
 
 
+def test_a_refinement_learns_what_the_run_file_says_and_else_from_feedback_in_python_and_by_the_command(
+    index: Index, capsys
+):
+    index.add_questions([(text, f"king {n * n}") for n, text in enumerate(STRANGE)], "dev")
+    with pytest.raises(ConfigError, match=r"and no feedback was added \(Index\.add_feedback\); give one of them"):
+        index.refine()
+    index.add_feedback(CLICKS)
+    with Index.open(index.run.store.path, settings={"refine": {"questions": "dev"}}) as own:
+        assert [row.group for row in own.refine(**ONE_ROUND).accuracy] == ["dev", "dev/gate"]
+    words = [f"refine.{name}={value}" for name, value in ONE_ROUND.items()]
+    with pytest.raises(SystemExit) as end:
+        main(["refine", f"{index.run.store.path}/run.yaml", "--json", *words, f"store.path={index.run.store.path}"])
+    report = json.loads(capsys.readouterr().out)
+    assert not end.value.code and report["published"] and report["accuracy"][0]["group"] == "feedback"
+
+
 def test_questions_beside_the_run_files_feedback_are_refused_unless_the_call_says_which_counts(index: Index, tmp_path):
     clicks = tmp_path / "clicks.jsonl"
     rows = [{"question": question, "passage_id": passage, "label": label} for question, passage, label in CLICKS]

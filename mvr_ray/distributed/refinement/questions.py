@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from mvr_ray.config import RefineConfig, resolve_path
+from mvr_ray.config import RefineConfig, RunConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.feedback import copy_judgements
+from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.questions import read_questions
@@ -76,6 +78,18 @@ class RefineQuestions:
         return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
 
 
+def with_feedback(run: RunConfig, store: Store) -> RunConfig:
+    """Return a run that names nothing to learn from with the feedback of `Index.add_feedback`, if there is any."""
+    if (
+        run.refine.questions is None
+        and run.refine.feedback is None
+        and (path := copy_judgements(store, run.index.name))
+    ):
+        own = run.refine.model_copy(update={"feedback": str(store.local_path(path).absolute())})
+        return run.model_copy(update={"refine": own})
+    return run
+
+
 def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     """Read every question set of the refine section, and separate labelled, gate and held-out ones.
 
@@ -84,7 +98,8 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     """
     if refine.questions is None and refine.feedback is None:
         raise ConfigError(
-            "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
+            "refine.questions names no question set and refine.feedback no file, and no feedback was added "
+            "(Index.add_feedback); give one of them to learn from"
         )
     labelled_questions = read_questions(corpus, refine.questions) if refine.questions else []
     name = "feedback" if refine.feedback else str(refine.questions)
