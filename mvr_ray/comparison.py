@@ -7,6 +7,8 @@
     interval               resamples articles, and adds the spread over seeds (`core.judging.metrics`)
     paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
     t-tests                compare the seeds' means alone, unpaired as in CAMVR table 6, and paired
+    p                      the larger of the paired test's and the paired t-test's: a difference of the methods, not of
+                           these trainings, holds for other articles and for other seeds
 
 A question of an unknown article counts as an article of its own. Beyond the depth of a ranking it is not known whether
 a passage counts, so no cut-off is greater than the depth of either side.
@@ -47,13 +49,15 @@ _SAME = 1e-9
 
 
 class Difference(NamedTuple):
-    """A difference in points with its 95 % interval, NaN where few articles agree. `p` is from the paired test over
-    articles; the t-tests' p-values are NaN with one seed, or where seeds do not differ."""
+    """A difference in points with its 95 % interval, NaN where all articles agree. `p` is the larger of the paired
+    test's over articles, `articles_p`, and, with several seeds of a side, of the paired t-test's over seeds; the
+    t-tests' own are NaN with one seed of a side, or where seeds do not differ."""
 
     points: float
     low: float
     high: float
     p: float
+    articles_p: float
     unpaired_t: float
     paired_t: float
     seeds: int
@@ -69,21 +73,24 @@ def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, s
     points_SQ = 100 * (better - than)
     better_S, than_S = better.mean(axis=1), than.mean(axis=1)
     seeds_differ = several and max(np.ptp(better_S), np.ptp(than_S)) > _SAME
-    gaps_differ = several and np.ptp(better_S - than_S) > _SAME
+    gaps_differ = np.ptp(better_S - than_S) > _SAME
+    articles_p = paired_test(better.mean(axis=0), than.mean(axis=0), articles_Q, seed)
+    seeds_p = float(stats.ttest_rel(better_S, than_S).pvalue) if gaps_differ else math.nan
     return Difference(
         float(points_SQ.mean()),
         *interval_over_seeds(points_SQ, articles_Q, seed),
-        paired_test(better.mean(axis=0), than.mean(axis=0), articles_Q, seed),
+        max(articles_p, seeds_p),  # the first where the second is NaN
+        articles_p,
         float(stats.ttest_ind(better_S, than_S).pvalue) if seeds_differ else math.nan,
-        float(stats.ttest_rel(better_S, than_S).pvalue) if gaps_differ else math.nan,
+        seeds_p if several else math.nan,
         seeds,
         len(articles_Q),
     )
 
 
 class ComparisonRow(NamedTuple):
-    """The means of a metric, in points, and their difference with its 95 % interval, NaN where few articles agree; `p`
-    is the paired test's."""
+    """The means of a metric, in points, and their difference with its 95 % interval, NaN where all articles agree; `p`
+    is that of `Difference`, not corrected for the number of rows."""
 
     metric: str
     first: float
@@ -155,6 +162,9 @@ def compare(
             f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
             f"with one that was not trained"
         )
+    if 1 in seeds and max(seeds) > 1:
+        single = sides[seeds.index(1)]
+        log.warning("one seed, whose spread is in no interval and no p, unless it is untrained: ranking=%s", single)
     rows = []
 
     def add(metric: str, first_SQ: FloatArray, second_SQ: FloatArray, groups_Q: Groups) -> None:
@@ -175,7 +185,7 @@ def compare(
             add(metric, first_SQ, second_SQ, [articles.get(name, f"question {name}") for name in names])
     if without_interval := [row.metric for row in rows if math.isnan(row.low)]:
         names = ",".join(without_interval)
-        log.warning("too few articles for an interval: metrics=%s articles=%d", names, len(set(groups)))
+        log.warning("no interval, as articles agree: metrics=%s articles=%d", names, len(set(groups)))
     return rows
 
 
@@ -283,7 +293,12 @@ def _ranking(side: str, judgements: Judgements | None, question_set: str | None)
     for ranks_of in (answer_ranks, gold_ranks):
         for name, ranks in ranks_of.items():
             ranks_of[name] = [rank + 1 if rank >= 0 else np.inf for rank in ranks]
-    ranks = answer_ranks or gold_ranks
+    ranks = gold_ranks if judgements is not None else answer_ranks or gold_ranks
+    if judgements is not None and not ranks:
+        raise ConfigError(
+            f"compare: {side} has no ranks of gold passages, so it cannot be compared by {judgements.path}; compare "
+            f"it without --qrels, by answers, with FILE:SYSTEM or a ranking file that marks the passages that answer"
+        )
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
     return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth, gold_ranks, gold_ndcgs)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.comparison import compare
+from mvr_ray.comparison import compare, difference
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes, read_question_ranks
@@ -48,7 +48,7 @@ def test_an_interval_of_too_few_questions_is_none_and_a_warning_says_so(tmp_path
     first, second = ranking(tmp_path / "a.json", [2, 2]), ranking(tmp_path / "b.json", [1, 1])
     [row] = compare(first, second, [1])
     assert row.difference == 100 and np.isnan([row.low, row.high]).all()
-    assert caplog.messages == ["too few articles for an interval: metrics=top-1 articles=2"]
+    assert caplog.messages == ["no interval, as articles agree: metrics=top-1 articles=2"]
 
 
 def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_ranking_differs_from_its_own_first_hits_by_nothing_at_any_cut_off(tmp
         results = compare(shallow, deep, qrels=qrels)
         metrics = ["top-1", "top-5", "top-20", "gold/mrr", "gold/ndcg@10"]
         assert [(row.metric, row.difference, row.p) for row in results] == [(metric, 0, 1) for metric in metrics]
-        assert caplog.messages == [f"cut-offs left out: k=100 ranking={shallow} depth=20"]
+        assert caplog.messages[0] == f"cut-offs left out: k=100 ranking={shallow} depth=20"
         assert [row.metric for row in compare(deep, deep, qrels=qrels)] == [*metrics[:3], "top-100", *metrics[3:]]
         with pytest.raises(ConfigError, match=r"-k is 21, but .*shallow.* is known to rank only 20 passages"):
             compare(deep, shallow, [20, 21], qrels=qrels)
@@ -174,6 +174,43 @@ def test_judgements_count_for_both_sides_in_place_of_answers(tmp_path: Path, for
     write_ranking(rows, second, "jsonl")
     row, _ = compare(first, second, [1], qrels=tmp_path / "qrels")
     assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_judgements_count_for_a_file_of_question_ranks_too(tmp_path: Path) -> None:
+    """The same ranking on both sides: an answer is first everywhere, the gold passage first or second."""
+    ids, at = [f"q{i}" for i in range(20)], [1 + i % 2 for i in range(20)]
+    part = QuestionRanks("ours", "dev", ids, ids, [0] * 20, [rank - 1 for rank in at])
+    (tmp_path / "questions.parquet").write_bytes(question_ranks_bytes([part]))
+    (tmp_path / "qrels").write_text("".join(f"{i} 0 right 1\n" for i in ids))
+    rows = [RankedQuestion(Question(i, i, ("a",)), hits(rank)) for i, rank in zip(ids, at)]
+    write_ranking(rows, tmp_path / "theirs.trec", "trec")
+    sides = f"{tmp_path}/questions.parquet:ours", tmp_path / "theirs.trec"
+    top1, mrr = compare(*sides, [1], qrels=tmp_path / "qrels")
+    assert (top1.first, top1.second, top1.p) == (50, 50, 1) and mrr.difference == 0
+    without_gold = part._replace(gold_ranks=[None] * 20)
+    (tmp_path / "questions.parquet").write_bytes(question_ranks_bytes([without_gold]))
+    with pytest.raises(ConfigError, match=r"questions\.parquet:ours has no ranks of gold passages"):
+        compare(*sides, [1], qrels=tmp_path / "qrels")
+
+
+def test_a_difference_of_seeds_that_disagree_is_not_certain_however_alike_the_articles_are() -> None:
+    better, than = np.repeat([[1.0], [0.0], [0.4]], 20, axis=1), np.full((3, 20), 0.4)
+    gap = difference(better, than, range(20))
+    assert gap.articles_p < 0.001 and gap.p == gap.paired_t > 0.8
+    assert difference(better, than[:1], range(20)).p == gap.p, "against an untrained system, too"
+    assert difference(better[:1], than[:1], range(20)).p == gap.articles_p
+
+
+def test_two_trainings_of_one_method_seldom_differ() -> None:
+    rng, false_alarms = np.random.default_rng(0), 0
+    for _ in range(60):
+        ease = rng.beta(4, 4, 50)[:, None]
+        both = [
+            (rng.random((5, 50, 8)) < ease + rng.normal(0, 0.03, (5, 1, 1))).reshape(5, 400).astype(float)
+            for _ in range(2)
+        ]
+        false_alarms += difference(*both, np.repeat(np.arange(50), 8)).p < 0.05
+    assert false_alarms <= 6
 
 
 def test_judgements_that_no_side_can_use_are_refused(tmp_path: Path) -> None:
@@ -327,7 +364,7 @@ def ranks_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_articles(ranks_file: Path) -> None:
+def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_articles(ranks_file: Path, caplog) -> None:
     [row] = compare(f"{ranks_file}:one vector", f"{ranks_file}:several: views", [1], question_set="dev")
     one, several = np.array([0, 0, 0, 1, 0, 0.0]), np.array([1, 1, 0.5, 1, 0.5, 0])
     articles = [0, 0, 1, 1, 2, 2]
@@ -337,6 +374,9 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     assert row.high - row.low > np.ptp(cluster_interval(100 * (several - one), articles))
     assert row.p == paired_test(one, several, articles) == 0.25
     assert row.questions == 6
+    system = f"{ranks_file}:one vector"
+    expected = f"one seed, whose spread is in no interval and no p, unless it is untrained: ranking={system}"
+    assert caplog.messages == [expected]
 
 
 def write_report(folder: Path, content: object) -> None:

@@ -96,7 +96,7 @@ class TuneReport(NamedTuple):
 
 class EvaluationRow(NamedTuple):
     """One measured value (a share, 0..1) with its 95 % interval over `n` questions; NaN, in JSON null, are the ends
-    where a few articles agree, which is too little for an interval."""
+    where all articles agree on a value between 0 and 1."""
 
     system: str
     questions: str

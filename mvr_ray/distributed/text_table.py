@@ -14,5 +14,5 @@ def text_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]
 def interval_text(low: float | None, high: float | None, scale: float = 1.0, form: str = ".1f") -> str:
     """Format the ends of an interval; NaN, null in a stored report, is no interval."""
     if low is None or high is None or math.isnan(low) or math.isnan(high):
-        return "too few articles for an interval"
+        return "no interval, as articles agree"
     return f"{scale * low:{form}} to {scale * high:{form}}"

@@ -10,7 +10,7 @@ from mvr_ray.core.judging.metrics import hit_within, paired_test, share_interval
 from mvr_ray.core.refining.refine_policy import ONE_SHOT
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.results import BM25_SYSTEM, Report, VariantResult, stage_reports, system_name
-from mvr_ray.studies.tables import Cell, Row, Table, make_table, percent
+from mvr_ray.studies.tables import P_NOTE, Cell, Row, Table, make_table, percent
 from mvr_ray.types import FloatArray
 
 MANY_ROUNDS = 3
@@ -104,8 +104,7 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
         "and the kept one: the best on the labelled questions among rounds that cost neither the gate nor them more "
         "than the gate's bound (refused: every round cost more, and nothing would be published). "
         f"{', '.join(list(sizes)[:1])} are the labelled questions themselves (transductive), the others are held out. "
-        "The change is that of top-1 by answers, in points, with its interval and the p of the paired test, which "
-        "flips whole articles."
+        f"The change is that of top-1 by answers, in points, with its interval and p. {P_NOTE}"
         + (" The newest are a quarter of the labelled questions, the last wave of four." if decays else "")
     )
     return make_table("Refinement", note, rows)
@@ -144,8 +143,8 @@ def depth_table(results: Sequence[VariantResult]) -> Table | None:
         rows.append(row)
     sizes = ", ".join(f"{name}: n {n}" for name, n in _set_sizes(results).items() if name in sets)
     note = (
-        f"Top-{' / '.join(ks)} in percent; {sizes}. p: the paired test against the same index before, at each depth, "
-        "which flips whole articles. Paper: AOpt table 3, NQ test, transductive; it stands beside the first setting of "
+        f"Top-{' / '.join(ks)} in percent; {sizes}. p: against the same index before, at each depth. {P_NOTE} "
+        "Paper: AOpt table 3, NQ test, transductive; it stands beside the first setting of "
         "its method."
     )
     return make_table("Refinement at every depth", note, rows, drop_empty=True)
@@ -211,8 +210,7 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
         f"Round: top-1 on {' / '.join(f'{name} (n {sizes.get(name)})' for name in (sets[0], sets[-1]))}, percent, by "
         "answers. `refine` ends after `refine.patience` rounds without a better one on the labelled questions, and "
         "restores the best one that cost the gate no more than its bound (nothing: round 0). The paper's rule is the "
-        "lowest loss. The last columns are differences in points, their intervals, and the p of the paired test, which "
-        "flips whole articles."
+        f"lowest loss. The last columns are differences in points, their intervals, and p. {P_NOTE}"
     )
     return make_table("When to stop", note, rows)
 

@@ -28,7 +28,7 @@ from mvr_ray.studies.results import (
     with_views_from_zero,
 )
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
-from mvr_ray.studies.tables import Table
+from mvr_ray.studies.tables import Table, count_tests
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --faint: #8882; }
@@ -104,6 +104,9 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     articles = {article for result in results for ranks in result.ranks.values() for article in ranks.articles}
     if len(articles) == 1:
         facts["articles"] = "a single one, so intervals and tests take its questions for independent"
+    adjusted, others = count_tests(tables)
+    if adjusted or others:
+        facts["tests"] = f"{adjusted} planned differences, adjusted by Holm's method; {others} other p's, not corrected"
     if missing_runs:
         facts["not run yet"] = _names_of(missing_runs, plan)
     markdown = _markdown(study, facts, tables, plots, commands)

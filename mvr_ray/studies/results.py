@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from mvr_ray.comparison import Difference, difference
-from mvr_ray.core.judging.metrics import NDCG_CUTOFF, hit_within, interval_over_seeds
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, hit_within, interval_over_seeds, share_interval
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.evaluate import BM25_SYSTEM
 from mvr_ray.store.formats.question_ranks import QuestionRanks
@@ -156,7 +156,7 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
     values = metric_values(ranks, metric)
     mean, seeds, n = float(np.mean([row["value"] for row in rows])), len(rows), rows[0]["n"]
     if values is not None and values.values_SQ.shape == (seeds, n):
-        ends = interval_over_seeds(values.values_SQ, values.articles_Q)
+        ends = interval_over_seeds(values.values_SQ, values.articles_Q, of=share_interval)
     else:
         low, high = np.array([(row["low"], row["high"]) for row in rows], np.float64).mean(axis=0)  # null is NaN
         half = stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]) if seeds > 1 else 0.0

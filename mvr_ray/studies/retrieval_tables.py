@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mvr_ray.comparison import difference
+from mvr_ray.comparison import Difference, difference
+from mvr_ray.core.judging.metrics import holm
 from mvr_ray.distributed.text_table import interval_text
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, ContrastConfig, Study
 from mvr_ray.studies.results import BM25_SYSTEM, VariantResult, compare_ranks, stage_reports
-from mvr_ray.studies.tables import Cell, Row, Table, format_change, make_table, percent
+from mvr_ray.studies.tables import ADJUSTED_P, P_NOTE, Cell, Row, Table, format_change, make_table, percent
 from mvr_ray.types import FloatArray
 
 _COSTS = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")
@@ -32,33 +33,38 @@ def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | N
         rows.append(row | {f"{metrics[0]} against {variants[0].name}, p": gap})
     note = (
         "Percent, with 95 % intervals: articles resampled, and the spread over seeds added. n: questions. The last "
-        "column is the difference in points, its interval, and the p of the paired test, which flips whole articles."
+        f"column is the difference in points, its interval, and p. {P_NOTE}"
     )
     return make_table("Retrieval", note, rows, drop_empty=True)
 
 
 def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[VariantResult]) -> Table | None:
-    """Tabulate differences on the same questions, over the same seeds."""
+    """Tabulate differences on the same questions, over the same seeds: the planned tests of a study, a family."""
     ranks = {result.name: result.ranks for result in results}
+    tested: list[tuple[ContrastConfig, Difference]] = []
+    for one in contrasts:
+        known = {one.better, one.than} <= ranks.keys()
+        gap = compare_ranks(ranks[one.better], ranks[one.than], one.metric) if known else None
+        tested += [(one, gap)] if gap is not None else []
     rows: list[Row] = []
-    for better, than, metric in ((one.better, one.than, one.metric) for one in contrasts):
-        gap = compare_ranks(ranks[better], ranks[than], metric) if {better, than} <= ranks.keys() else None
-        if gap is not None:
-            tests = {
-                "p, paired by article": gap.p,
-                "p, t-test over seeds": gap.unpaired_t,
-                "p, paired t-test over seeds": gap.paired_t,
-            }
-            row: Row = {"variant": better, "against": than, "metric": metric}
-            row |= {
-                "difference (points)": f"{gap.points:+.1f}",
-                "95 % interval": interval_text(gap.low, gap.high, form="+.1f"),
-            }
-            row |= {test: f"{p:.2g}" if math.isfinite(p) else "" for test, p in tests.items()}
-            rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
+    for (one, gap), adjusted in zip(tested, holm([gap.p for _, gap in tested])):
+        tests = {
+            "p, paired by article": gap.articles_p,
+            "p, t-test over seeds": gap.unpaired_t,
+            "p, paired t-test over seeds": gap.paired_t,
+            ADJUSTED_P: adjusted,
+        }
+        row: Row = {"variant": one.better, "against": one.than, "metric": one.metric}
+        row |= {
+            "difference (points)": f"{gap.points:+.1f}",
+            "95 % interval": interval_text(gap.low, gap.high, form="+.1f"),
+        }
+        row |= {test: f"{p:.2g}" if math.isfinite(p) else "" for test, p in tests.items()}
+        rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
     note = (
         "In points of percent. The interval resamples articles and adds the spread over seeds. The paired test flips "
-        "whole articles; the t-tests use only seeds (the unpaired one is that of CAMVR table 6)."
+        "whole articles; the t-tests use only seeds (the unpaired one is that of CAMVR table 6). The last p is the "
+        "larger of the paired ones (against one untrained system, too), adjusted by Holm's method for all rows."
     )
     return make_table("Differences", note, rows)
 
@@ -90,9 +96,9 @@ def entity_table(study: Study, results: Sequence[VariantResult]) -> Table | None
                 groups.setdefault((questions, name), _bucket_rows({"system": name, "questions": questions}, own))
     note = (
         "Percent of the questions with an answer-bearing passage among the first, with 95 % intervals over articles; "
-        "the difference from BM25 in points, with its interval and the p of the paired test, which flips whole "
-        "articles. A question's entity is its longest run of capitalised words; the buckets are the quartiles of the "
-        f"number of passages whose text contains it. The paper's table: {study.config.paper}"
+        f"the difference from BM25 in points, with its interval and p. {P_NOTE} A question's entity is its longest run "
+        "of capitalised words; the buckets are the quartiles of the number of passages whose text contains it. "
+        f"The paper's table: {study.config.paper}"
     )
     return make_table("Accuracy by entity frequency", note, [row for rows in groups.values() for row in rows])
 
@@ -139,14 +145,15 @@ def reading_table(results: Sequence[VariantResult]) -> Table | None:
                 f1_Q = np.array([value["f1"] for value in values])
                 base_Q = first.setdefault((question_set["questions"], k), f1_Q)
                 gap = difference(f1_Q, base_Q, [value["article"] for value in values]) if base_Q is not f1_Q else None
-                row: Row = {"variant": result.name, "questions": question_set["questions"], "n": question_set["asked"]}
+                row: Row = {"variant": result.name, "questions": question_set["questions"]}
+                row["n"] = question_set["rows"][0]["n"]
                 row |= {"passages": k, "paper exact match": percent(result.paper.get("exact_match"))}
                 row |= {"exact match": cells[k, "exact_match"], "F1": cells[k, "f1"]}
                 rows.append(row | {f"F1 against {rows[0]['variant'] if rows else result.name}, p": gap})
     note = (
         "Percent by SQuAD's rules, with 95 % intervals for which articles are resampled; answers from the first so "
         "many passages. Paper: AOpt table 4, NQ, transductive. The last column is the difference of F1 in points, its "
-        "interval, and the p of the paired test, which flips whole articles."
+        f"interval, and p. {P_NOTE}"
     )
     return make_table("Reading", note, rows)
 

@@ -24,6 +24,13 @@ class Cell(NamedTuple):
     n: int = 0
 
 
+ADJUSTED_P = "p, Holm"
+"""Column of p-values that are adjusted for the number of rows. Other columns of p-values end in ", p"."""
+P_NOTE = (
+    "The p's are those of the paired test, which flips whole articles, or, where larger, of the paired t-test over "
+    "seeds; they are not corrected for their number."
+)
+
 Value = str | float | int | Cell | Difference | None
 Row = dict[str, Value]
 
@@ -62,6 +69,17 @@ def format_value(value: Value) -> str | int:
     return value
 
 
+def count_tests(tables: Iterable[Table]) -> tuple[int, int]:
+    """Count the p-values of all tables: those that are adjusted for their number, and the others."""
+    adjusted = others = 0
+    for table in tables:
+        for column, *cells in zip(table.columns, *table.rows):
+            size = sum(str(cell).count(" / ") + 1 for cell in cells if cell != "")
+            adjusted += size if column == ADJUSTED_P else 0
+            others += size if column.endswith(", p") else 0
+    return adjusted, others
+
+
 def percent(share: float | None, decimals: int = 1) -> str:
     """Format a share in percent."""
     return "" if share is None else f"{100 * share:.{decimals}f}"
@@ -70,7 +88,7 @@ def percent(share: float | None, decimals: int = 1) -> str:
 def format_change(
     value: float, low: float | None, high: float | None, p: float, scale: float = 1.0, decimals: int = 1
 ) -> str:
-    """Format a difference with its interval, and the p of the paired test."""
+    """Format a difference with its interval and its p."""
     form = f"+.{decimals}f"
     return f"{scale * value:{form}} ({interval_text(low, high, scale, form)}), {p:.2g}"
 

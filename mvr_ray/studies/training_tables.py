@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult, compare_ranks, stage_reports
-from mvr_ray.studies.tables import Row, Table, make_table, mean, percent
+from mvr_ray.studies.tables import P_NOTE, Row, Table, make_table, mean, percent
 
 _LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view-pair cosine", "lv": "LV"}
 _FILTERS = {
@@ -53,8 +53,7 @@ def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
     note = (
         "Percent, with 95 % intervals over articles, after a number of steps of one training: the learning rate "
         "decays to zero at its end, so a shorter training may do better than the same steps of a longer one. The last "
-        "column is the difference in points at the same step, its interval, and the p of the paired test, which flips "
-        "whole articles."
+        f"column is the difference in points at the same step, its interval, and p. {P_NOTE}"
     )
     return make_table("Over the training budget", note, rows)
 

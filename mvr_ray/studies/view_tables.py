@@ -11,6 +11,7 @@ A variant's `paper` has the figures under `lv`, `ppl`, `view 0: answer/top-5`, `
 numbered from 0, as in a hit; the last two name a cell by the paper's own numbers, from 1.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.results import VariantResult, compare_ranks, compare_views, stage_reports
-from mvr_ray.studies.tables import Row, Table, Value, format_change, make_table, mean, percent
+from mvr_ray.studies.tables import P_NOTE, Row, Table, Value, format_change, make_table, mean, percent
 
 MIN_QUESTIONS_FOR_PPL = 3
 """Mean questions a passage below which a paper's PPL is omitted: PPL cannot exceed that number, and the paper's
@@ -65,8 +66,7 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
         "view. PPL (MVR eq. 10) is the mean over passages of exp(entropy), `of mean entropy` the exponent of the mean; "
         "the paper does not say which it uses. `most` is the share of questions won by the view that wins most. "
         "Attention KL is the mean over pairs i < j. n: questions, with their number a passage. The last columns are "
-        "differences on the same questions, with their intervals and the p of the paired test, which flips whole "
-        "articles."
+        f"differences on the same questions, with their intervals and p. {P_NOTE}"
     )
     if few_questions:
         note += (
@@ -91,7 +91,8 @@ def _view_change(variant: VariantResult, first: VariantResult, measure: str) -> 
     gap = compare_views(variant, first, measure)
     if gap is None or measure == "gold_answer_view":
         return gap
-    return format_change(*gap[:4], scale=0.01, decimals=3)
+    zeros = -math.floor(math.log10(max(abs(gap.points), 1e-6)))  # before the first digit of a difference below 1
+    return format_change(*gap[:4], scale=0.01, decimals=max(3, 2 + zeros))
 
 
 def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
@@ -110,8 +111,7 @@ def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
             rows.append(row | {f"{metric} against all views, p": gap})
     note = (
         "Percent of the questions that were analysed, with 95 % intervals over articles (CAMVR tables 2 and 7). The "
-        "last column is the difference from all views of the same variant in points, with its interval and the p of "
-        "the paired test, which flips whole articles."
+        f"last column is the difference from all views of the same variant in points, with its interval and p. {P_NOTE}"
     )
     return make_table("Each view alone", note, rows, drop_empty=True)
 
@@ -138,8 +138,7 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
         "Percent of the questions for which one of the first hits holds an answer (overall), and for which one of them "
         "was matched by a view whose own snippet holds it (answer view). Snippets are searched by the rule for "
         "passages; the title, and feedback views, hold no answer. Other views: overall less answer view. It and the "
-        "last column are differences in points, with their intervals and the p of the paired test, which flips whole "
-        "articles."
+        f"last column are differences in points, with their intervals and p. {P_NOTE}"
     )
     return make_table("Answer view (CAMVR eq. 15)", note, rows, drop_empty=True)
 
@@ -172,8 +171,8 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
     note = (
         "Row i, column j > i: D(i, j) = KL(attention of view j || attention of view i), in nats, of the last layer, "
         "mean over heads and passages; the paper's are of 1,000 passages of Wikipedia. n, in a variant's first row: "
-        "passages. Beside it, the difference of the mean over i < j on the same passages, with its interval and the p "
-        "of the paired test, which flips whole articles."
+        "passages. Beside it, the difference of the mean over i < j on the same passages, with its interval and p. "
+        f"{P_NOTE}"
     )
     return make_table("Attention divergence between views (CAMVR eq. 14)", note, rows, drop_empty=True)
 

@@ -15,6 +15,7 @@ from mvr_ray.core.judging.metrics import (
     first_ranks,
     gold_answer_view_share,
     hit_within,
+    holm,
     interval_over_seeds,
     lv,
     ndcg,
@@ -144,17 +145,28 @@ def test_questions_of_a_single_article_count_as_independent():
     assert paired_test(values, values[::-1], ["a"] * 30) == paired_test(values, values[::-1])
 
 
+@pytest.mark.parametrize("num_articles", [8, 9, 100])
 @pytest.mark.parametrize("num_questions", [1, 2, 7, 3000])
-def test_a_few_articles_that_agree_have_no_interval(num_questions: int):
-    values, articles = np.full(num_questions, 100 / 3), np.minimum(np.arange(num_questions), 7)
+def test_articles_that_agree_have_no_interval(num_questions: int, num_articles: int):
+    values, articles = np.full(num_questions, 100 / 3), np.minimum(np.arange(num_questions), num_articles - 1)
     assert np.isnan([*cluster_interval(values, articles), *share_interval(values / 100, articles)]).all()
     assert np.isnan(interval_over_seeds(np.stack([values, values + 1]), articles)).all()
 
 
-def test_equal_values_of_many_articles_have_an_interval_of_no_width():
-    assert cluster_interval(np.full(9, 0.25), np.arange(9)) == (0.25, 0.25)
+def test_all_right_or_all_wrong_over_any_number_of_articles_has_the_interval_of_clopper_and_pearson():
+    for num_articles in (1, 2, 8, 9, 20):
+        articles = np.repeat(np.arange(num_articles), 3) if num_articles > 1 else np.arange(1)
+        exact = stats.binomtest(num_articles, num_articles).proportion_ci(0.95, method="exact")
+        low, high = share_interval(np.ones(len(articles)), articles)
+        assert (low, high) == pytest.approx((exact.low, 1.0))
+        assert share_interval(np.zeros(len(articles)), articles) == pytest.approx((0.0, 1 - low))
     with pytest.raises(AssertionError):
         cluster_interval(np.empty(0), [])
+
+
+def test_adjusted_ps_are_holms():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
 def test_seeds_widen_the_interval_of_articles_and_one_seed_is_that_of_articles():

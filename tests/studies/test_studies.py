@@ -639,6 +639,11 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write, tmp_
     assert "Refinement at every depth" not in [table.title for table in tables], "nothing was refined"
     [table] = [table for table in tables if table.title == "Differences"]
     assert [row[3] for row in table.rows] == ["+40.0", "+15.0"]
+    columns = [dict(zip(table.columns, row)) for row in table.rows]
+    ps = [max(float(row["p, paired by article"]), float(row["p, paired t-test over seeds"] or 0)) for row in columns]
+    assert all(p <= float(row["p, Holm"]) <= 2 * p for p, row in zip(ps, columns))
+    facts = report.files["report.md"].decode()
+    assert "- tests: 2 planned differences, adjusted by Holm's method; 2 other p's, not corrected\n" in facts
     with pytest.raises(ConfigError, match=r"a contrast names variant 'b, with BM25'"):
         load_study(write({}, contrasts=[{**contrasts[0], "better": "b, with BM25"}]))
 

@@ -59,7 +59,8 @@ def test_a_table_has_the_columns_of_its_rows_in_order_and_drops_those_that_stay_
 
 def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the_first_variant():
     def row(passages: int, metric: str, value: float) -> dict:
-        return {"passages": passages, "metric": metric, "value": value, "low": value - 0.01, "high": value + 0.02}
+        interval = {"low": value - 0.01, "high": value + 0.02}
+        return {"passages": passages, "metric": metric, "value": value, "n": 8, **interval}
 
     def value(number: int, passages: int, f1: float) -> dict:
         return {"id": f"q{number}", "article": "abcd"[number % 4], "passages": passages, "exact_match": 0.0, "f1": f1}
@@ -67,7 +68,7 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
     def read(shift: float) -> dict:
         rows = [row(5, "f1", 0.6), row(5, "exact_match", 0.5), row(1, "exact_match", 0.3), row(1, "f1", 0.4)]
         values = [value(number, k, number / 16 + shift) for number in range(8) for k in (1, 5)]
-        return {"sets": [{"questions": "dev", "asked": 8, "rows": rows, "values": values}]}
+        return {"sets": [{"questions": "dev", "asked": 9, "rows": rows, "values": values}]}
 
     base = result("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
     first, _, second, _ = records(reading_table([base, result("b", reading=[read(0.25)])]))
@@ -75,7 +76,8 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
     assert first["exact match"] == "30.0 (29.0 to 32.0)"
     assert first["F1"] == "40.0 (39.0 to 42.0)"
     assert first["F1 against a, p"] == ""
-    assert second["F1 against a, p"] == "+25.0 (too few articles for an interval), 0.12", (
+    assert second["n"] == 8, "without the question that has no answers"
+    assert second["F1 against a, p"] == "+25.0 (no interval, as articles agree), 0.12", (
         "each of four better: 2 of 16 flips"
     )
     assert reading_table([result("a")]) is None

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from mvr_ray.core.judging.metrics import interval_over_seeds, paired_test
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.studies import view_tables
 from mvr_ray.studies.definition import Study, load_study
 from mvr_ray.studies.results import VariantResult
 from mvr_ray.studies.tables import Cell, Table
@@ -50,6 +52,8 @@ def expected_change(better_SQ, than_SQ, articles, scale=100.0, decimals=1) -> st
     gap_SQ = np.asarray(better_SQ, float) - np.asarray(than_SQ, float)
     low, high = interval_over_seeds(gap_SQ, articles)
     p = paired_test(np.mean(better_SQ, axis=0), np.mean(than_SQ, axis=0), articles)
+    if len(gap_SQ) > 1:
+        p = max(p, stats.ttest_1samp(gap_SQ.mean(axis=1), 0).pvalue)
     value, low, high = (scale * number for number in (gap_SQ.mean(), low, high))
     return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
 
@@ -210,6 +214,16 @@ def test_answer_views_are_tested_against_the_first_variants_at_every_k():
 
 def attention_report(table: list[list[float | None]], values: list[dict]) -> dict:
     return {"attention_kl_table": table, "attention_passages": 15, "values": values}
+
+
+def test_a_small_difference_of_a_measure_keeps_a_digit():
+    def one(name: str, lv: float) -> VariantResult:
+        values = [
+            {"question_id": f"q{at}", "article": article, "lv": lv + at * 1e-6} for at, article in enumerate(ARTICLES)
+        ]
+        return result(name, analyze=[{"values": values}])
+
+    assert view_tables._view_change(one("b", 0.3002), one("a", 0.3), "lv").startswith("+0.0002 (")
 
 
 def test_the_upper_triangle_of_attention_has_the_papers_figures_above_ours():

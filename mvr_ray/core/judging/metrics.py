@@ -7,7 +7,7 @@ Shapes: Q questions, K hits, V views, P passages, D dimension.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,9 @@ _TIE = 1e-3
 class Interval(NamedTuple):
     low: float
     high: float
+
+
+IntervalFunction = Callable[[FloatArray, Groups, int, int], Interval]
 
 
 def first_ranks(relevant: Sequence[Sequence[bool]] | BoolArray) -> IntArray:
@@ -87,9 +90,11 @@ def cluster_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num:
     all their values. Up to 8 groups: Student's interval of sum over number of values, by its linearised error. More:
     whole groups are resampled, and the quantiles are those of Hesterberg's expanded percentile interval (The American
     Statistician 69(4), 2015). The values of a single group count as independent. Same values, groups and seed, same
-    interval. NaN where up to 8 groups agree: their spread says nothing about other groups.
+    interval. NaN where all groups agree: their spread says nothing about other groups.
     """
     sum_G, count_G = _group_sums(values_Q, groups_Q)
+    if np.allclose(sum_G, sum_G.sum() / count_G.sum() * count_G, 1e-9, 1e-9):
+        return Interval(math.nan, math.nan)
     if len(sum_G) <= _FEW_GROUPS:
         return _students_interval(sum_G, count_G)
     rng = np.random.default_rng(seed)
@@ -105,20 +110,29 @@ def cluster_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num:
 
 
 def share_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
-    """Compute `cluster_interval` of values from 0 to 1, which ends there, too, whatever Student's half width is."""
+    """Compute `cluster_interval` of values from 0 to 1, which ends there, too, whatever Student's half width is.
+
+    All 0 or all 1 over n groups: Clopper and Pearson's interval of n trials, whose free end is 0.025^(1/n) away.
+    """
+    if (share := float(np.mean(values_Q))) in (0.0, 1.0):
+        far = (1 - _CONFIDENCE) / 2
+        bound = far ** (1 / len(_group_sums(values_Q, groups_Q)[0]))
+        return Interval(bound, 1.0) if share else Interval(0.0, 1 - bound)
     low, high = cluster_interval(values_Q, groups_Q, seed, num)
     return Interval(max(low, 0.0), min(high, 1.0))
 
 
-def interval_over_seeds(values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
+def interval_over_seeds(
+    values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, of: IntervalFunction = cluster_interval
+) -> Interval:
     """Compute the 95 % interval of the mean over seeds and questions; a seed is a training, measured on all questions.
 
-    Seeds and articles are two sources of error: the distance of each end of `cluster_interval` of the seeds' mean, and
-    the half width of Student's interval over the seeds, are added as squares. One seed: the interval over articles.
+    Seeds and articles are two sources of error: the distance of each end of the interval `of` the seeds' mean, and the
+    half width of Student's interval over the seeds, are added as squares. One seed: the interval over articles.
     """
     values_SQ = np.atleast_2d(np.asarray(values_SQ, np.float64))
     mean_Q = values_SQ.mean(axis=0)
-    interval, num_seeds = cluster_interval(mean_Q, groups_Q, seed, num), len(values_SQ)
+    interval, num_seeds = of(mean_Q, groups_Q, seed, num), len(values_SQ)
     if num_seeds == 1:
         return interval
     half = _deviate(num_seeds) * float(values_SQ.mean(axis=1).std(ddof=1)) / math.sqrt(num_seeds)
@@ -155,6 +169,16 @@ def paired_test(
     return num_as_far / (num + 1)
 
 
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjust the p-values of a family of tests by Holm's method (1979): with each below 0.05, the probability that any
+    true hypothesis is among those rejected is below 0.05, however the tests depend on each other."""
+    order = np.argsort(ps, kind="stable")
+    scaled = np.asarray(ps, np.float64)[order] * np.arange(len(ps), 0, -1)
+    adjusted = np.empty(len(ps))
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return adjusted.tolist()
+
+
 def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, FloatArray]:
     """Return sum and number of each group's values; the values of a single group count as groups of their own."""
     values_Q = np.asarray(values_Q, np.float64)
@@ -174,11 +198,9 @@ def _deviate(size: int) -> float:
 
 
 def _students_interval(sum_G: FloatArray, count_G: FloatArray) -> Interval:
-    """Return the interval of sum over count by Student's t; NaN for groups without a spread, such as a single one."""
+    """Return the interval of sum over count by Student's t."""
     size, mean = len(sum_G), float(sum_G.sum() / count_G.sum())
     residual_G = sum_G - mean * count_G
-    if np.allclose(sum_G, mean * count_G, 1e-9, 1e-9):
-        return Interval(math.nan, math.nan)
     error = math.sqrt(size / (size - 1) * float(residual_G @ residual_G)) / float(count_G.sum())
     half = _deviate(size) * error
     return Interval(mean - half, mean + half)
