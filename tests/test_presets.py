@@ -36,6 +36,12 @@ def test_no_preset_of_a_paper_has_a_warm_start_unit_vectors_a_scale_or_siblings(
         assert run.train.warm_start_steps == 0 and run.train.viewer_lr_factor == 1.0
 
 
+@pytest.mark.parametrize("name", ["dpr", "me_bert", "mvr", "camvr", "aopt"])
+def test_presets_clip_the_joined_gradient_where_dpr_clips_its_share_of_one_rank(name):
+    run = preset(name)
+    assert run.train.clip_norm == 2.0 * run.resources.train_workers
+
+
 def test_what_we_do_with_snippets_is_a_preset_of_its_own():
     run = preset("camvr_snippet_means")
     assert (run.encoder.strategy, run.train.loss, run.train.local_weight) == ("snippet_means", "camvr", 0.01)
