@@ -556,7 +556,8 @@ def as_rollback(store: Store, version: Manifest, live: int) -> Manifest:
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
-    """Raise ManifestError unless every file of the manifest is there with its size; renew the age of its folders."""
+    """Raise ManifestError unless every file of the manifest is there with its size; renew the age of what its parent,
+    which is live now, does not name."""
     if manifest.lexical and len(manifest.lexical.postings) != len(manifest.shards):
         raise ManifestError(
             f"index {manifest.index!r} version {version} not published: it has {len(manifest.shards)} shards and the "
@@ -568,7 +569,15 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
             f"index {manifest.index!r} version {version} not published: {len(missing)} of {num_files} files "
             f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
         )
-    store.touch(*sorted(named_paths(manifest)), paths.corpus_version(manifest.corpus, manifest.corpus_digest))
+    # What the parent names needs no new age, which on an object store is a copy: a collection deletes no path that a
+    # version names right before, and the parent's manifest not before its successor is `grace_s` old. The parent was
+    # live after this publication began, so a successor came later: this version, or another one, and then this one
+    # fails. A new age would end at the same time: both protect a publication for `grace_s`. A collection that read the
+    # versions before the parent was published finds the age that its publisher renewed then, or that of an ancestor
+    # which was live at that time. The corpus is renewed always: collections read once which ones versions name.
+    parents = read_versions(store, manifest.index, [manifest.parent]).manifests.values()  # none if it is damaged
+    new_paths = named_paths(manifest).difference(*map(named_paths, parents))
+    store.touch(*sorted(new_paths), paths.corpus_version(manifest.corpus, manifest.corpus_digest))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:

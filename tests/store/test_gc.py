@@ -193,7 +193,12 @@ def test_versions_that_a_list_lacks_are_found_by_name(tmp_path: Path):
         assert manifest.find_versions(store, "i") == [1, 2, 3, 4, 5]
 
 
-def test_publishing_and_adding_again_renew_the_age_of_what_a_version_names(tmp_path: Path):
+def make_old(root: Path) -> None:
+    for path in root.rglob("*"):
+        os.utime(path, (0, 0))
+
+
+def test_publishing_and_adding_again_renew_the_age_of_what_a_version_names_and_its_parent_does_not(tmp_path: Path):
     store, words = Store(tmp_path / "store"), tmp_path / "words"
     make_step(store, 0, tmp_path)
     words.write_bytes(b"words")
@@ -201,20 +206,42 @@ def test_publishing_and_adding_again_renew_the_age_of_what_a_version_names(tmp_p
     lexical = manifest.LexicalPart((entry,), ((entry,),) * 2)
     (tmp_path / "queries").write_bytes(b"queries")
     queries = {"known": manifest.add_refined_queries(store, "i", tmp_path / "queries")}
-
-    def make_old() -> None:
-        for path in (tmp_path / "store").rglob("*"):
-            os.utime(path, (0, 0))
-
-    make_old()
-    draft = dataclasses.replace(manifest.read(store, "i"), parent=1, lexical=lexical, refined_queries=queries)
-    version = manifest.publish(store, draft)
+    first = manifest.read(store, "i")
+    other = make_shard(store, tmp_path / "other", b"other")
+    manifest.publish(store, dataclasses.replace(first, parent=1, shards=(other,)))
+    make_old(tmp_path / "store")
+    version = manifest.publish(store, dataclasses.replace(first, parent=2, lexical=lexical, refined_queries=queries))
     named_paths = [*manifest.named_paths(version), paths.corpus_version(CORPUS, version.corpus_digest)]
     assert len(named_paths) == 5 and all(store.age_s(path) < 3600 for path in named_paths)
-    make_old()
+    make_old(tmp_path / "store")
+    manifest.publish(store, dataclasses.replace(version, parent=3))
+    assert all(store.age_s(path) > 3600 for path in manifest.named_paths(version))
     words.write_bytes(b"words")
     manifest.add_lexical(store, "i", words)
     assert store.age_s(manifest.lexical_path("i", entry)) < 3600
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_collection_during_a_publication_keeps_the_old_files_that_it_shares_with_its_parent_or_an_earlier_version(
+    tmp_path: Path, monkeypatch, is_readable
+):
+    store, create = Store(tmp_path / "store"), Store.create_once
+    shards = [make_shard(store, tmp_path / f"{number}", b"%d" % number) for number in range(3)]
+    for number, shard in enumerate(shards):
+        manifest.publish(store, describe([shard], parent=number))
+    collect(store, "i", keep=2, grace_s=0)
+    new = make_shard(store, tmp_path / "new", b"new", 3)
+    make_old(tmp_path / "store")
+    if not is_readable:
+        store.write_bytes(paths.manifest("i", 3), b"damaged")
+
+    def collect_first(self: Store, path: str, data: bytes) -> None:
+        collect(Store(self.root), "i", keep=1, grace_s=3600)
+        create(self, path, data)
+
+    monkeypatch.setattr(Store, "create_once", collect_first)
+    version = manifest.publish(store, describe([shards[2], shards[1], new], parent=3))
+    assert manifest.verify(store, version).problems == []
 
 
 def test_a_shard_is_no_older_than_its_description_though_the_list_of_its_files_may_be(tmp_path: Path):

@@ -366,3 +366,20 @@ def test_publishing_to_an_object_store_asks_for_several_shards_at_once(tmp_path:
         entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
         version = manifest.publish(store, describe(entries))
     assert not both.broken and version.version == 1
+
+
+def test_publishing_copies_nothing_in_an_object_store_that_the_parent_names(tmp_path: Path, s3_server):
+    requests: list[str] = []
+    script = s3_server.Script([], [])._replace(hear=lambda moment, request: not requests.append(request))
+    with s3_server.serve(script) as root:
+        store = Store(root)
+        entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(3)]
+        (tmp_path / "words").write_bytes(b"words")
+        words = manifest.add_lexical(store, "i", tmp_path / "words")
+        draft = dataclasses.replace(describe(entries), lexical=LexicalPart((words,), ((words,),) * 3))
+        counts = []
+        for parent in range(2):
+            requests.clear()
+            manifest.publish(store, dataclasses.replace(draft, parent=parent))
+            counts.append(sum("/.touched/" in request for request in requests))
+    assert counts[0] and not counts[1]
