@@ -20,7 +20,7 @@ from mvr_ray.errors import MvrRayError
 from mvr_ray.serving.schemas import Freshness
 from mvr_ray.store import paths
 from mvr_ray.store.change_files import Backlog, list_change_files
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -47,6 +47,9 @@ class FreshnessMonitor:
         self.every_s = max(MIN_PERIOD_S, cfg.poll_s)
         self.live_version = live_version
         self._times: ChangeTimes | None = None
+        self._key: tuple[str, str, int] | None = None
+        self._own: Corpus
+        self._last: Corpus
 
     def running(self) -> AbstractContextManager[None]:
         """Update at once and then every few seconds, in a thread, until the block ends."""
@@ -73,12 +76,15 @@ class FreshnessMonitor:
         )
 
     def _read_times(self, version: Manifest) -> ChangeTimes:
-        own = Corpus.open(self.store, version.corpus, version.corpus_digest).info
-        last_corpus = Corpus.open(self.store, version.corpus)
-        last = last_corpus.info
-        name = own.change_files[-1].name if own.change_files else ""
+        name, digest = version.corpus, version.corpus_digest
+        key = name, digest, max(publications(self.store, name), default=0)
+        if key != self._key or not key[2]:  # a publication may describe the corpus of a digest anew
+            self._own, self._last = Corpus.open(self.store, name, digest), Corpus.open(self.store, name)
+            self._key = key
+        own, last = self._own.info, self._last.info
+        last_name = own.change_files[-1].name if own.change_files else ""
         unanswered_files = {
-            file.name: file.changed_s for file in last.change_files if file.name > name and not file.problem
+            file.name: file.changed_s for file in last.change_files if file.name > last_name and not file.problem
         }
         if self.source is not None:
             left_out = {file.name for file in last.change_files if file.problem}
@@ -86,9 +92,9 @@ class FreshnessMonitor:
             unanswered_files |= {file.name: file.changed_s for file in waiting if file.name not in left_out}
         times = list(unanswered_files.values())
         if not times and last.digest != own.digest:
-            times = [self._creation_time(paths.corpus_publication(version.corpus, last_corpus.number))]
+            times = [self._creation_time(paths.corpus_publication(name, self._last.number))]
         applied_times = [file.changed_s for file in own.change_files if not file.problem]
-        corpus_path = paths.corpus_version(version.corpus, version.corpus_digest)
+        corpus_path = paths.corpus_version(name, digest)
         newest_s = max(applied_times, default=0.0) or self._creation_time(corpus_path)
         return ChangeTimes(times, newest_s, len(unanswered_files))
 

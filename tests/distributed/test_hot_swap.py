@@ -549,6 +549,27 @@ def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
         assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
 
 
+def test_following_without_a_new_version_lists_and_reads_once_and_parses_nothing(tmp_path, run_over, monkeypatch):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    calls = Counter[str]()
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        assert not live.follow()
+        for owner, name in (
+            *((Store, name) for name in ("list", "read_bytes", "exists")),
+            (Manifest, "content_digest"),
+        ):
+            call = getattr(owner, name)
+            count = lambda *own, name=name, call=call: (calls.update([name]), call(*own))[1]  # noqa: E731
+            monkeypatch.setattr(owner, name, count)
+        assert [live.follow() for _ in range(3)] == [False] * 3 and calls == {"list": 3, "read_bytes": 3}
+        file = tmp_path / paths.manifest("random", 1)
+        file.rename(tmp_path / "away")
+        file.write_bytes((tmp_path / "away").read_bytes()[:-9])
+        assert not live.follow() and "is not a manifest" in live.state.failure
+        (tmp_path / "away").rename(file)
+        assert not live.follow() and not live.state.failure
+
+
 def test_a_follower_waits_longer_after_failures_but_not_for_one_of_a_version_that_was_named(
     tmp_path, run_over, monkeypatch
 ):

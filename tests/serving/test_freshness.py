@@ -108,3 +108,30 @@ def test_a_source_that_cannot_be_listed_leaves_the_last_times_and_metrics_show_t
     assert float(values["mvr_ray_oldest_change_seconds"]) == pytest.approx(5 * 3600, abs=SLACK_S)
     assert float(values["mvr_ray_newest_passage_seconds"]) < SLACK_S
     assert float(values["mvr_ray_waiting_change_files"]) == 1
+
+
+def test_a_change_that_changes_no_passage_is_answered_by_the_version_before(store: Store, tmp_path: Path):
+    version = version_of_now(store)
+    monitor = FreshnessMonitor(store, FollowConfig(source=str(tmp_path / "source")), lambda: version)
+    write_change(tmp_path, "1.jsonl", hours=5, text='{"id": "a", "text": "one"}\n')
+    for waiting in (1, 0):
+        monitor.update()
+        assert monitor.measure().waiting_files == waiting
+        apply_all(store, tmp_path)
+
+
+def test_descriptions_of_corpora_are_read_once_until_another_one_is_published(store: Store, monkeypatch):
+    version, reads = version_of_now(store), list[str]()
+    read = Store.read_bytes
+    monkeypatch.setattr(Store, "read_bytes", lambda self, path: (reads.append(path), read(self, path))[1])
+    monitor = FreshnessMonitor(store, FollowConfig(), lambda: version)
+    monitor.update()
+    assert reads
+    reads.clear()
+    monitor.update()
+    assert not reads
+    corpus = Corpus.open(store, "books")
+    corpus.publish(corpus.number)
+    reads.clear()
+    monitor.update()
+    assert {Path(path).parent.name for path in reads} == {"publications", "versions"}
