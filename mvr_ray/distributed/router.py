@@ -91,6 +91,8 @@ SOURCES_S = 10.0
 """Seconds for which a check of corpus and encoder in the store stays valid."""
 SOURCES_WAIT_S = 1.0
 """Wait for a later check, as the store may be slow; until it ends, the last one is valid."""
+PARTS_IN_TURN = 16
+"""Open parts of the corpus whose files a check looks for: a list of all is tens of thousands long in a large store."""
 SECOND_ROUND_SHARE = 0.25
 """Share of the time reserved for a second round, and for the parts of hybrid scores, if `min_coverage` is below 1; a
 silent shard cannot use it up."""
@@ -134,6 +136,7 @@ class Router:
         self._encoder: DualEncoder | None = None
         self._embeds: bool | None = None
         self._corpus: Corpus | None = None
+        self._num_looks, self._lacks_parts = 0, False
         self._missing_sources = LastResult(lambda: list(own._find_missing_sources()), SOURCES_S, SOURCES_WAIT_S)
         self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(own.encoder.view_spans(passage)))
@@ -435,12 +438,23 @@ class Router:
             yield str(error)
         try:
             corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
-            for path, reason in corpus.find_missing():
+            for path, reason in self._find_missing_parts(corpus):
                 yield f"{self.store.where(path)} {reason}; roll back, or `mvr-ray prepare CONFIG` on the same sources"
         except NoAnswerError:
             raise
         except (StorageError, MissingInputError) as error:
             yield str(error)
+
+    def _find_missing_parts(self, corpus: Corpus) -> list[tuple[str, str]]:
+        """Look for the files of PARTS_IN_TURN parts; for those of all while one is missing, or a part is not open."""
+        shards = None
+        if self._corpus and len(self._corpus.open_shards) == corpus.num_shards and not self._lacks_parts:
+            start = self._num_looks * PARTS_IN_TURN % corpus.num_shards
+            shards = range(corpus.num_shards)[start : start + PARTS_IN_TURN]
+            self._num_looks += 1
+        problems = [*corpus.find_missing(shards)]
+        self._lacks_parts = bool(problems)
+        return problems
 
     def take_over(self, before: "Router") -> None:
         """Open the encoder, the corpus and its parts if the previous router has them open; share them if they are the

@@ -426,14 +426,20 @@ class Corpus:
                 for start in range(0, len(rows), BATCH_ROWS):
                     yield from part.take(rows[start : start + BATCH_ROWS])
 
-    def find_missing(self) -> Iterator[tuple[str, str]]:
-        """Find the part files that are missing, have another size or cannot be mapped; yields path and reason of each.
-        No part is read whole."""
-        sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
-        for file in self.info.part_files:
-            path, num_bytes = self._path_of(file), sizes.get(file.file)
+    def find_missing(self, shards: Iterable[int] | None = None) -> Iterator[tuple[str, str]]:
+        """Find the files of these parts (None: all) that are missing, have another size or cannot be mapped; yields
+        path and reason of each. No part is read whole."""
+        if shards is None:
+            files = self.info.part_files
+            size_by_name = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
+            sizes = [size_by_name.get(file.file, -1) for file in files]
+        else:
+            files = [file for shard in shards for file in self.info.parts[shard].files]
+            sizes = self.store.for_each(lambda file: self.store.size_bytes(self._path_of(file)), files)
+        for file, num_bytes in zip(files, sizes):
+            path = self._path_of(file)
             if num_bytes != file.num_bytes:
-                yield path, "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {file.num_bytes}"
+                yield path, "is missing" if num_bytes < 0 else f"has {num_bytes} bytes, not {file.num_bytes}"
             elif self.store.is_local:
                 try:
                     map_batches(self.store.local_path(path))

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray import deadline as deadline_module
-from mvr_ray.config import RunConfig
+from mvr_ray.config import PrepareConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed import router
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.router import Router, open_router, searcher_task
 from mvr_ray.distributed.searching.merged_results import overlay_results
@@ -44,6 +45,7 @@ from mvr_ray.store import corpus, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
 from mvr_ray.types import Passage, ShardHits
 
 
@@ -535,6 +537,39 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
             for _ in range(3):
                 assert list(router.view_spans(one)) == spans_of(router.encoder, one)
         assert calls == [passage, other]
+
+
+def test_parts_of_an_open_corpus_are_looked_for_in_turn_and_all_of_them_while_one_is_missing(tmp_path, monkeypatch):
+    views = random_views(40, 5)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"id": "{name}", "text": "{name}"}}\n' for name in views))
+    prepare(PrepareConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], num_shards=6), Store(str(tmp_path)))
+    passages = corpus.Corpus.open(Store(str(tmp_path)), "corpus")
+    info, looks = passages.info, list[str]()
+    version = publish_random_index(tmp_path, views, 2, corpus=passages)
+    folder = tmp_path / paths.corpus_dir(info.name)
+    names = [part.file for part in info.parts]
+    for name in ("size_bytes", "stored_files"):
+        call = getattr(Store, name)
+        look = lambda self, path, call=call: (looks.append(Path(path).name), call(self, path))[1]  # noqa: E731
+        monkeypatch.setattr(Store, name, look)
+    monkeypatch.setattr(router, "SOURCES_S", 0.0)
+    monkeypatch.setattr(router, "PARTS_IN_TURN", 2)
+    own = local(tmp_path, version)
+
+    def find_missing() -> list[str]:
+        looks.clear()
+        return [one for one in own.missing_sources() if ".arrow" in one]
+
+    assert find_missing() == [] and looks == [folder.name], "no part is open"
+    own.passages(list(views))
+    seen_names = [name for _ in range(3) if not find_missing() for name in looks]
+    assert seen_names == names
+    (folder / names[4]).rename(tmp_path / "aside")
+    problems = [find_missing() for _ in range(6)]
+    assert problems[:2] == [[], []] and all(names[4] in problem for [problem] in problems[2:])
+    assert looks == [folder.name]
+    (tmp_path / "aside").rename(folder / names[4])
+    assert find_missing() == [] and find_missing() == [] and len(looks) == 2
 
 
 @pytest.mark.data
