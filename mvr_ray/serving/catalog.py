@@ -38,6 +38,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
+from mvr_ray.store.embeddings import SCHEMA_BYTES, dimension_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import DIGEST_HEX, ROLLBACK, Manifest, Number, ShardEntry, Word, digest_of
 from mvr_ray.versions import VersionInfo, list_versions, version_info
@@ -203,12 +204,16 @@ class _PublishJob:
     was_published: bool
     """The content is that of an existing version, whose counts are correct."""
     result: Future[Manifest] = dataclasses.field(default_factory=Future)
-    num_whole: int = 0
-    """Shards checked so far."""
+    _whole_shards: list[int] = dataclasses.field(default_factory=list)
+    """Shards checked so far, by several threads."""
     _end_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.key = (self.manifest.content_digest(), self.manifest.parent)
+
+    @property
+    def num_whole(self) -> int:
+        return len(self._whole_shards)
 
     def is_of(self, live: int) -> bool:
         """Return whether the result is the live version, or the reason why the job could not follow it."""
@@ -227,9 +232,13 @@ class _PublishJob:
     def _check_and_publish(self) -> Manifest:
         manifest = self.manifest
         rest = dataclasses.replace(manifest, shards=(), refined_queries={}, lexical=None)
-        for number, entry in enumerate(manifest.shards):
+
+        def check(number: int) -> None:
+            entry = manifest.shards[number]
             self._check_shard(entry, dataclasses.replace(rest, shards=(entry,)), f"manifest.shards.{number}")
-            self.num_whole += 1
+            self._whole_shards.append(number)
+
+        self.store.for_each(check, range(len(manifest.shards)))
         for field in ("refined_queries", "lexical"):
             self._check_files(dataclasses.replace(rest, **{field: getattr(manifest, field)}), f"manifest.{field}")
         self._check_sources()
@@ -251,14 +260,23 @@ class _PublishJob:
         if self.was_published:
             return
         try:
-            shard = open_embeddings(self.store.local_path(folder), entry.files)
+            counts = self._counts(folder, entry)
         except StorageError as error:
             raise _not_whole(field, str(error)) from None
-        counts = (shard.dimension, shard.num_passages, shard.num_vectors)
         expected = (self.manifest.dimension, entry.num_passages, entry.num_vectors)
         if counts != expected:
             text = "dimension {}, {} passages and {} views"
             raise _not_whole(field, f"its embeddings have {text.format(*counts)}, not {text.format(*expected)}")
+
+    def _counts(self, folder: str, entry: ShardEntry) -> tuple[int, int, int]:
+        """Return dimension, passages and views of a whole shard. From an object store its embeddings are not fetched:
+        the description there is that of the entry's digest, so that it has the entry's counts."""
+        path = f"{folder}/{paths.EMBEDDINGS}"
+        if not self.store.is_local and self.store.exists(f"{folder}/{paths.SHARD_JSON}"):
+            start = self.store.read_bytes(path, SCHEMA_BYTES)
+            return dimension_of(start, self.store.where(path)), entry.num_passages, entry.num_vectors
+        shard = open_embeddings(self.store.local_path(folder), entry.files)
+        return shard.dimension, shard.num_passages, shard.num_vectors
 
     def _check_files(self, part: Manifest, field: str) -> None:
         try:

@@ -25,6 +25,8 @@ from mvr_ray.types import ALL_READ, EmbeddingBlock, FloatArray, IntArray, Stored
 
 Dtype = Literal["fp16", "fp32"]
 BATCH_PASSAGES = 4096
+SCHEMA_BYTES = 1 << 16
+"""The schema of a shard's first file is within these."""
 _ARROW = {"fp16": pa.float16(), "fp32": pa.float32()}
 _NUMPY = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 _as_numpy: Callable[[pa.Array], Any] = np.from_dlpack
@@ -170,17 +172,34 @@ class EmbeddingWriter:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
 
+def _checked_metadata(schema: pa.Schema, where: str | Path) -> dict[bytes, bytes]:
+    """Return the metadata of a file of embeddings. Raises FormatError for one of a format that is not read here."""
+    metadata = schema.metadata or {}
+    if metadata.get(b"format") not in (_FORMAT, _FORMAT_WITH_DELETIONS):
+        raise FormatError(
+            f"{where} has format {metadata.get(b'format', b'none').decode()}, this program reads {_FORMAT.decode()} "
+            f"and {_FORMAT_WITH_DELETIONS.decode()}; use the program that wrote it, or roll back"
+        )
+    return metadata
+
+
+def dimension_of(start: bytes, where: str) -> int:
+    """Return the dimension of a file of embeddings from its first SCHEMA_BYTES. Raises StorageError for another
+    file."""
+    try:
+        schema = pa.ipc.open_stream(start[len("ARROW1\0\0") :]).schema
+    except pa.ArrowInvalid as error:
+        raise StorageError(f"{where} is not an embeddings file: {error}") from error
+    _checked_metadata(schema, where)
+    return schema.field("vector").type.value_type.list_size
+
+
 class EmbeddingShard:
     """A shard's embeddings, mapped from its file and read on use."""
 
     def __init__(self, path: Path, reader: pa.RecordBatchFileReader) -> None:
         schema = reader.schema
-        metadata = schema.metadata or {}
-        if metadata.get(b"format") not in (_FORMAT, _FORMAT_WITH_DELETIONS):
-            raise FormatError(
-                f"{path} has format {metadata.get(b'format', b'none').decode()}, this program reads {_FORMAT.decode()} "
-                f"and {_FORMAT_WITH_DELETIONS.decode()}; use the program that wrote it, or roll back"
-            )
+        metadata = _checked_metadata(schema, path)
         self.path = path
         inner = schema.field("vector").type.value_type
         self.dimension: int = inner.list_size

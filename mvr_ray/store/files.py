@@ -108,9 +108,13 @@ class Store:
         """Return the name of a path for error messages."""
         return f"{self.name.rstrip('/')}/{_check_path(path)}".removesuffix("/.")
 
-    def read_bytes(self, path: str) -> bytes:
+    def read_bytes(self, path: str, max_bytes: int | None = None) -> bytes:
+        """Read a file, or its first bytes."""
         with self._input(path):
-            return self._objects.read(_check_path(path)) if self._objects else self._local(path).read_bytes()
+            if self._objects:
+                return self._objects.read(_check_path(path), max_bytes)
+            with self._local(path).open("rb") as file:
+                return file.read(max_bytes)
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Put `data` at `path`, replacing what is there in one step."""

@@ -139,8 +139,9 @@ class ObjectFiles:
         self._objects = objects
         self._is_conditional = False
 
-    def read(self, path: str) -> bytes:
-        return bytes(obstore.get(self._objects, path).bytes())
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        own: Any = {"options": {"range": (0, max_bytes)}} if max_bytes else {}
+        return bytes(obstore.get(self._objects, path, **own).bytes())
 
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data)

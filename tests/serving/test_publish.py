@@ -24,7 +24,7 @@ from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest, objects, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 
@@ -209,6 +209,40 @@ def test_a_server_that_may_not_write_to_its_store_refuses_to_publish_for_good(el
     error = reply.body["error"]
     assert (reply.status, error["code"]) == (403, "not_writable") and "Read-only file system" in error["message"]
     assert "retry-after" not in reply.headers and elsewhere.versions() == []
+
+
+def test_publishing_from_an_object_store_reads_each_shard_once_several_at_once_and_fetches_none(
+    elsewhere, bucket, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    store, both, whole_reads = Store(bucket), threading.Barrier(2), list[str]()
+    for file in sorted(elsewhere.root.rglob("*")):
+        if file.is_file():
+            store.write_bytes(file.relative_to(elsewhere.root).as_posix(), file.read_bytes())
+    get, sha256 = objects.obstore.get, Store.sha256
+
+    def sha256_together(self: Store, path: str) -> str:
+        if path.endswith(paths.EMBEDDINGS):
+            both.wait(30)
+        return sha256(self, path)
+
+    def get_counted(objects, path: str, **options):
+        whole_reads.extend([path] * (path.endswith(paths.EMBEDDINGS) and not options))
+        return get(objects, path, **options)
+
+    monkeypatch.setattr(Store, "sha256", sha256_together)
+    monkeypatch.setattr(objects.obstore, "get", get_counted)
+    service = SearchService(InMemoryIndex(), ServeConfig(), VersionCatalog(store, "library"))
+    app = create_app(service, tokens())
+    wrong = change(elsewhere.payload, ("dimension",), 4)
+    error = call(app, "POST", "/v1/versions", {"manifest": wrong}, token=ADMIN).body["error"]
+    assert error["code"] == "not_whole" and "dimension 3, " in error["message"]
+    whole_reads.clear()
+    reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
+    assert (reply.status, reply.body["version"]) == (200, 1)
+    folders = [paths.shard_dir("library", entry.digest) for entry in elsewhere.version.shards]
+    assert sorted(whole_reads) == sorted(f"{folder}/{paths.EMBEDDINGS}" for folder in folders)
+    assert not [*(tmp_path / "cache").rglob(paths.EMBEDDINGS)]
 
 
 def change(payload: dict, place: tuple, value: object) -> dict:

@@ -513,3 +513,8 @@ def test_an_address_of_a_file_is_a_folder_of_this_machine(tmp_path: Path):
     for address in ("file://other/x", "file://x", "file://"):
         with pytest.raises(ConfigError, match=r"^file://.* names no folder of this machine; write file:///FOLDER"):
             Store(address)
+
+
+def test_the_first_bytes_of_a_file_are_read_alone(store: Store):
+    store.write_bytes("file", b"0123456789")
+    assert [store.read_bytes("file", size) for size in (1, 4, 10, 1 << 16)] == [b"0", b"0123", *[b"0123456789"] * 2]
