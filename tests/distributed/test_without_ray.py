@@ -22,6 +22,7 @@ from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.distributed.indexing import build_index, rewrite
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.errors import PublishConflictError, ResourceError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
@@ -186,6 +187,23 @@ def test_a_refinement_ends_in_the_round_in_which_another_version_is_published(
         refining.refine(run, publish_another)
     assert not [step for step in steps if step == "refine rounds" or step.startswith("refine round 1")]
     assert refining.refine(run).base_version == 2
+
+
+@pytest.mark.data
+def test_a_refinement_marks_the_hits_of_each_search_once(
+    corpus_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    root = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    run = run_for(root, run_over)
+    build_index.index(run)
+    calls: list[str] = []
+    for name in ("search", "mark"):
+        call = getattr(RefinerPool, name)
+        monkeypatch.setattr(RefinerPool, name, lambda *own, call=call, name=name: (calls.append(name), call(*own))[1])
+    report = refining.refine(run)
+    assert len(report.rounds) >= 1 and calls == ["search", "mark"] * (len(calls) // 2)
 
 
 @pytest.mark.data

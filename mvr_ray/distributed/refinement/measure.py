@@ -50,6 +50,7 @@ class Evaluator:
             for question in questions.table
         ]
         self.feedback = self._feedback()
+        self._labelled: tuple[ShardHits, np.ndarray] | None = None
         self.judged_T = {
             "answer": np.array([bool(answers) for answers in self.answers_T]),
             "gold": np.array([bool(question.positive_ids) for question in questions.table]),
@@ -69,7 +70,8 @@ class Evaluator:
         judged_L = self.judged_T["answer" if self.refine.labels == "answers" else "gold"][rows_L]
         passage_LK = np.where(judged_L[:, None], hits.rows_QK[:, : self.refine.depth], -1)  # of others nothing is known
         if self.refine.labels == "answers":
-            return labels_from_hits(passage_LK, view_LK, self.bears_answer(rows_L, passage_LK), self.refine.positives)
+            relevant_LK = self._bears_answer(rows_L, hits)[:, : self.refine.depth]
+            return labels_from_hits(passage_LK, view_LK, relevant_LK, self.refine.positives)
         labels = labels_from_hits(passage_LK, view_LK, self.is_gold(rows_L, passage_LK), "all")
         unretrieved_pairs = (
             Judgement(row, passage, True)
@@ -88,8 +90,14 @@ class Evaluator:
         labels = Labels(table_L3[:, 0], table_L3[:, 1], no_views_L, table_L3[:, 2].astype(bool))
         return labels._replace(view_L=self.refiners.winners(at, labels, queries_LD))
 
-    def bears_answer(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
-        return self.refiners.mark(rows_Q, self.answers_T, passage_QK)
+    def _bears_answer(self, rows_Q: IntArray, hits: ShardHits) -> np.ndarray:
+        """Whether each hit holds an answer of its question, bool [Q, K]. Those of the labelled questions, which are
+        ranked and then labelled by the same hits, are marked once."""
+        if len(rows_Q) and rows_Q[0] >= self.questions.num_labelled:
+            return self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
+        if self._labelled is None or self._labelled[0] is not hits:
+            self._labelled = hits, self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
+        return self._labelled[1]
 
     def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])
@@ -98,7 +106,7 @@ class Evaluator:
         """Fill in the ranks of the searched questions; `ranks` None: no question was searched before."""
         shape = len(KINDS), len(self.questions.table)
         ranks = np.full(shape, UNSEARCHED, np.int64) if ranks is None else ranks.copy()
-        relevant = self.bears_answer(rows_Q, hits.rows_QK), self.is_gold(rows_Q, hits.rows_QK)
+        relevant = self._bears_answer(rows_Q, hits), self.is_gold(rows_Q, hits.rows_QK)
         ranks[:, rows_Q] = [first_ranks(relevant_QK) for relevant_QK in relevant]
         return ranks
 
