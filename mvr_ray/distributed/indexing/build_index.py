@@ -17,7 +17,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -311,37 +311,46 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     )
     if earlier:
         return earlier
-    entry, is_updated, least_recall = reusable, None, None
+    if reusable:
+        recall = shards.shard_recall(store, draft, reusable, cfg.recall_sample)
+        folder = store.local_path(paths.shard_dir(draft.index, reusable.digest))
+        built_shard = BuiltShard(reusable, recall, **_measure_views(folder))
+        shards.write_measurements(store, draft, built_shard)
+        return built_shard
+    params, is_updated, least_recall = IndexParams(**draft.index_params), None, None
     unread_counts: list[UnreadCounts] = []
-    if entry is None:
-        with shards.shard_folder(store) as folder:
-            try:
-                known_files = _write_embeddings(store, task, shard, folder, cfg, unread_counts)
-            except RowsLostError as error:  # as where a faster command over the same corpus removes a plan
-                raise task.discard(store, shard, error) from error
-            if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
-                is_updated = (folder / LABELS_FILE).exists()
-            entry = shards.build_shard(store, draft, shard, folder, known_files)
-        if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
+    with shards.shard_folder(store) as folder:
+        try:
+            known_files = _write_embeddings(store, task, shard, folder, cfg, unread_counts)
+        except RowsLostError as error:  # as where a faster command over the same corpus removes a plan
+            raise task.discard(store, shard, error) from error
+        if params.kind != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
+            is_updated = (folder / LABELS_FILE).exists()
+        shards.index_folder(params, folder)
+        if (folder / LABELS_FILE).exists() and (base := task.plan(store, shard).base):
             least_recall = base.promise(draft)
-    recall = shards.shard_recall(store, draft, entry, cfg.recall_sample)
-    folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
-    views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
-    pruning = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
-    cosine, lv = views.mean_pair_cosine, views.lv
+        recall = shards.folder_recall(params, folder, cfg.recall_sample, shard)
+        measured_views = _measure_views(folder)
+        entry = shards.store_shard(store, draft.index, shard, folder, known_files)
     built_shard = BuiltShard(
         entry,
         recall,
-        cosine,
-        lv,
-        **pruning,
+        **measured_views,
         is_updated=is_updated,
         least_recall=least_recall,
         num_cut=sum(own.num_cut for own in unread_counts),
         num_unknown=sum(own.num_unknown for own in unread_counts),
     )
     shards.write_measurements(store, draft, built_shard)
-    return built_shard if reusable else shards.write_note(store, note, built_shard)
+    return shards.write_note(store, note, built_shard)
+
+
+def _measure_views(folder: Path) -> dict[str, Any]:
+    """The measurements on the views of a shard in a folder, by their names in `BuiltShard`."""
+    views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
+    pruned = folder / paths.PRUNED_JSON
+    pruning = json.loads(pruned.read_text()) if pruned.exists() else {}
+    return {"pair_cosine": views.mean_pair_cosine, "lv": views.lv, **pruning}
 
 
 def _write_embeddings(
@@ -398,7 +407,7 @@ def _update_index(
     files = update_index(params, embeddings.blocks(), blocks, changed_ids, source, folder, cfg.compact_share)
     if files and promise is not None and cfg.recall_sample:
         recall = shards.folder_recall(params, folder, cfg.recall_sample, base.entry.shard)
-        if recall < promise:
+        if recall is not None and recall < promise:
             log.info("index is rebuilt: shard=%d recall=%.4f promised=%.4f", base.entry.shard, recall, promise)
             for name in files:
                 (folder / name).unlink()

@@ -123,13 +123,14 @@ def reshard_one(
         return result
     entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
     old_shards = [shards.shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
-    blocks = [block for old in old_shards for block in old.blocks()]
+    blocks, params = [block for old in old_shards for block in old.blocks()], IndexParams(**base.index_params)
     with shards.shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
             for block in shards.blocks_by_id(blocks, lambda passage_id: shard_of(passage_id, num_shards) == shard):
                 writer.write(block)
-        entry = shards.build_shard(store, base, shard, folder)
-    recall = shards.shard_recall(store, base, entry, recall_sample)
+        shards.index_folder(params, folder)
+        recall = shards.folder_recall(params, folder, recall_sample, shard)
+        entry = shards.store_shard(store, base.index, shard, folder)
     is_updated = None if base.index_params["kind"] == "flat" else False
     return shards.write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
 

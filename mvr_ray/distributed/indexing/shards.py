@@ -102,14 +102,27 @@ def build_shard(
     `manifest` gives the index and its parameters; it need not be published. `files` describes files that were checked
     before and are not read again.
     """
-    params = IndexParams(**manifest.index_params)
+    index_folder(IndexParams(**manifest.index_params), folder)
+    return store_shard(store, manifest.index, shard, folder, files)
+
+
+def index_folder(params: IndexParams, folder: Path) -> None:
+    """Index the embeddings in `folder`, unless it holds index files."""
     names = {file.name for file in folder.iterdir()}
     embeddings = folder_embeddings(folder)
     is_indexed = bool(names - {*paths.embedding_files(names), paths.PRUNED_JSON})
     if embeddings.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embeddings.blocks(), folder)
+
+
+def store_shard(
+    store: Store, index: str, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
+) -> ShardEntry:
+    """Move the files of an indexed shard, as those of `build_shard`, to the name given by their content. What is to be
+    measured on them is measured before: an object store would send them back."""
+    embeddings = folder_embeddings(folder)
     meta = ShardMeta(shard, embeddings.num_passages, embeddings.num_vectors)
-    return manifests.add_shard(store, manifest.index, folder, meta, files)
+    return manifests.add_shard(store, index, folder, meta, files)
 
 
 def keep_codes(
@@ -294,9 +307,12 @@ def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: in
     return folder_recall(params, folder, sample, entry.shard)
 
 
-def folder_recall(params: IndexParams, folder: Path, sample: int, seed: int) -> float:
-    """Measure the recall of the approximate index in a folder against its embeddings, by `sample` of its views."""
-    blocks = folder_embeddings(folder).blocks()
+def folder_recall(params: IndexParams, folder: Path, sample: int, seed: int) -> float | None:
+    """Measure as `shard_recall` does the recall of the index of the shard, of number `seed`, in a folder."""
+    embeddings = folder_embeddings(folder)
+    if params.kind == "flat" or not sample or not embeddings.num_passages:
+        return None
+    blocks = embeddings.blocks()
     queries_QD = sample_views(blocks, sample, seed)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
     return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
