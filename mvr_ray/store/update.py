@@ -386,7 +386,10 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
 def read_records(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Iterator[ChangeRecord]:
     """Read the rows of a file of JSON lines, bad ones among them."""
     names, prefix = _names_of(cfg), _prefix_of(cfg)
-    return (_with_prefix(_change_record(row, names), prefix, corpus) for row in json_lines(file))
+    records = [_change_record(row, names) for row in json_lines(file)]
+    bare_ids = [name for record in records if prefix and (name := _bare_id(record, prefix))]
+    corpus.open_parts(ids_by_shard((own for name in bare_ids for own in (name, f"{name}#0")), corpus.num_shards))
+    return (_with_prefix(record, prefix, corpus) for record in records)
 
 
 def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:
@@ -450,12 +453,19 @@ def _prefix_of(cfg: PrepareConfig) -> str:
 
 def _with_prefix(record: ChangeRecord, prefix: str, corpus: Corpus) -> ChangeRecord:
     """Put the prefix of the sources before the id of a row that lacks it, unless the corpus has a passage of the id."""
-    if not prefix or not isinstance(record, DeletionRecord | FieldsRecord | PassageRecord):
+    if not isinstance(record, DeletionRecord | FieldsRecord | PassageRecord):
         return record
-    name = record.passage.id if isinstance(record, PassageRecord) else record.id
-    if name.startswith(prefix) or corpus.get([name, f"{name}#0"]):
+    if not (name := _bare_id(record, prefix)) or corpus.get([name, f"{name}#0"]):
         return record
     return with_prefix(record, prefix) if isinstance(record, PassageRecord) else record._replace(id=prefix + name)
+
+
+def _bare_id(record: ChangeRecord, prefix: str) -> str:
+    """Return the id of a row if it lacks this prefix, else an empty text."""
+    if not isinstance(record, DeletionRecord | FieldsRecord | PassageRecord):
+        return ""
+    name = record.passage.id if isinstance(record, PassageRecord) else record.id
+    return "" if name.startswith(prefix) else name
 
 
 def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:

@@ -274,7 +274,7 @@ def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[
     Answer offsets and a teacher's scores refer to the first positive, so they are dropped where that one is missing.
     """
     pairs: list[tuple[Question, Passage]] = []
-    passages: dict[str, Passage] = {}
+    passages = corpus.get({question.positive_ids[0] for question in questions if question.positive_ids})
     for question in questions:
         for positive in question.positive_ids:
             if positive not in passages:
