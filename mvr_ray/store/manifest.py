@@ -426,6 +426,19 @@ def newest_first(store: Store, index: str, require_live: bool = True) -> Iterato
             log.warning("version left out: index=%s version=%d reason=%s", index, number, error)
 
 
+def read_all(store: Store, index: str, require_live: bool = True) -> dict[int, Manifest]:
+    """Read the versions that `newest_first` yields, in its order, several at once from an object store."""
+    numbers = list_versions(store, index)[::-1]
+    manifests, problems = read_versions(store, index, numbers)
+    for number in (number for number in numbers if number not in manifests):
+        if require_live and number == numbers[0]:
+            manifests[number] = read_version(store, index, number)
+        else:
+            reason = problems.get(number, "deleted meanwhile")
+            log.warning("version left out: index=%s version=%d reason=%s", index, number, reason)
+    return {number: manifests[number] for number in numbers if number in manifests}
+
+
 def latest_version(store: Store, index: str) -> int:
     """Return the live version's number, 0 where there is none."""
     return max(list_versions(store, index), default=0)

@@ -116,7 +116,7 @@ def _build(
     from mvr_ray.distributed.indexing.encode import encode_corpus  # with torch, too
 
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
-    versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
+    versions = manifests.read_all(store, draft.index)
     reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
     if external:
         for shard, ids in ids_by_shard(external.rows, corpus.num_shards).items():
@@ -181,7 +181,7 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
         return None
     version = manifests.read(store, cfg.name)
     is_copy = version.operation in manifests.COPIES
-    originals = {one.version: one for one in manifests.newest_first(store, cfg.name)} if is_copy else {}
+    originals = manifests.read_all(store, cfg.name) if is_copy else {}
     if not has_refined_views(version, originals):
         return None
     if "pruned_views" in version.metrics:
@@ -202,7 +202,8 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
 
 def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:
     """The shards that no earlier try of this command built."""
-    return [shard for shard in shards if not store.exists(_note_path(task, shard))]
+    names = {*store.list(paths.staging_dir(task.draft.index, task.key))}
+    return [shard for shard in shards if _note_path(task, shard).rpartition("/")[2] not in names]
 
 
 def _note_path(task: EncodeTask, shard: int) -> str:
@@ -265,7 +266,7 @@ def _reusable_shards(
         same_parts = _same_parts(store, earlier, corpus) if entries else ()
         own = tuple(entry for entry in entries if entry.shard in same_parts)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
-        are_measured = all(shards.read_measurements(store, draft, entry) for entry in own)
+        are_measured = all(store.for_each(lambda entry: shards.read_measurements(store, draft, entry), own))
         sizes_only = are_measured and earlier.corpus_digest != corpus.digest
         report = manifests.verify(store, partial_manifest, sizes_only=sizes_only)
         damaged_shards = {problem.shard for problem in report.problems}

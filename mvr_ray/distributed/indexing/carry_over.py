@@ -34,7 +34,7 @@ from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodePlan,
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusFile, CorpusInfo, ids_by_shard, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusFile, CorpusInfo, PartInfo, ids_by_shard, shard_of
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -48,8 +48,8 @@ MAX_CONTENT_CHARS = 1 << 28
 """Characters of all contents that one pass over the earlier parts looks for: each of its tasks has them in memory."""
 Contents = frozenset[tuple[str, str]]
 """Titles and texts."""
-Names = dict[str, dict[str, tuple[str, str]]]
-"""By file of a part, the ids of some contents in it."""
+Found = Mapping[str, tuple[str, str]]
+"""Some contents by their ids in one file of a part."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def carry_over(
         what = "compare passages with earlier versions, shards"
         limited_calls = [(*call, MAX_CONTENT_CHARS // len(calls)) for call in calls]
         contents = run_tasks(changed_contents, limited_calls, "comparing passages", what, progress)
-    names = share(_find_in_parts(sources, frozenset().union(*contents), progress))
-    calls = [(*call, own, names) for call, own in zip(calls, contents)]
+    found = share(_find_in_parts(sources, frozenset().union(*contents), progress))
+    calls = [(*call, own, found) for call, own in zip(calls, contents)]
     what = "look for embeddings of earlier versions, shards"
     run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", what, progress)
     counts = count_passages(task, corpus, shards)
@@ -128,7 +128,7 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
     A shard with a chunk staged before such a plan is skipped.
     """
     store, started_shards = Store(task.store), staged_shards(task, "chunk-")
-    plans = {shard: task.plan(store, shard) for shard in shards}
+    plans = dict(zip(shards, task.plans(store, shards)))
     copies_of: dict[int, dict[int, str]] = {
         shard: {} for shard in shards if plans[shard].copies is None and shard not in started_shards
     }
@@ -144,13 +144,19 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
         at = int(np.searchsorted(starts, place, side="right")) - 1
         return shards[at], rows_of[shards[at]][place - int(starts[at])]
 
-    for place, original in _first_equal(np.frombuffer(digests, np.uint64).reshape(-1, 2)).items():
+    originals = _first_equal(np.frombuffer(digests, np.uint64).reshape(-1, 2))
+    corpus.open_parts({shard_and_row(original)[0] for original in originals.values()})
+    for place, original in originals.items():
         (shard, row), (number, original_row) = shard_and_row(place), shard_and_row(original)
         if shard in copies_of:
             copies_of[shard][row] = corpus.part(number).passages(original_row, original_row + 1)[0].id
-    for shard, copies in copies_of.items():
+
+    def write_plan(shard: int) -> None:
+        copies = copies_of[shard]
         rows = [row for row in rows_of[shard] if row not in copies] if copies else plans[shard].rows
         task.write_plan(store, shard, replace(plans[shard], rows=rows, copies=copies))
+
+    store.for_each(write_plan, copies_of)
     log.info("equal passages: index=%s copies=%d", task.draft.index, sum(map(len, copies_of.values())))
 
 
@@ -177,8 +183,9 @@ def _first_equal(digests_N2: IntArray) -> dict[int, int]:
 def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> dict[str, int]:
     """Count the passages of planned shards by action; `encoded` and `carried_over` add up to all of them."""
     counts = Counter(encoded=0, carried_over=0, deleted=0, unlearned=0)
-    for shard in shards:
-        plan, total = task.plan(corpus.store, shard), corpus.info.parts[shard].num_passages
+    numbers = list(shards)
+    for shard, plan in zip(numbers, task.plans(corpus.store, numbers)):
+        total = corpus.info.parts[shard].num_passages
         num_encoded = len(plan.rows_to_encode(total))
         counts.update(encoded=num_encoded, carried_over=total - num_encoded)
         counts.update(deleted=plan.num_deleted, unlearned=plan.num_unlearned)
@@ -195,7 +202,7 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
     for index in indexes:
         versions = own_versions
         if index != draft.index:
-            versions = {one.version: one for one in manifests.newest_first(store, index, require_live=False)}
+            versions = manifests.read_all(store, index, require_live=False)
         for version in versions.values():
             same = (version.encoder_fingerprint, version.dtype) == (draft.encoder_fingerprint, draft.dtype)
             is_parent = (index, version.version) == (draft.index, draft.parent)
@@ -236,36 +243,62 @@ def changed_contents(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCor
     return contents if sum(len(title) + len(text) for title, text in contents) <= limit else frozenset()
 
 
-def _find_in_parts(sources: Sequence[EmbeddedCorpus], contents: Contents, progress: Progress) -> Names:
-    """Look for these contents in each file of the sources' parts, with a task for each part."""
-    files: dict[int, dict[str, tuple[EmbeddedCorpus, CorpusFile]]] = {}
-    for source in sources if contents else ():
-        with suppress(MissingInputError, StorageError):  # the tasks of shards report it
-            for number, part in enumerate(source.corpus().info.parts):
-                own = {file.file: (source, file) for file in part.files}
-                files[number] = own | files.get(number, {})
-    shared_contents, what = share(contents), "look for texts in earlier versions, parts"
-    calls = [(list(own.values()), shared_contents) for own in files.values()]
-    names: Names = {}
-    for own in run_tasks(find_in_part, calls, "looking for texts in earlier versions", what, progress):
-        names |= own
-    return names
+def _find_in_parts(
+    sources: Sequence[EmbeddedCorpus], contents: Contents, progress: Progress
+) -> list[list[Found] | None]:
+    """Look for these contents in each file of the sources' parts, with a task for each part. Returns for each source
+    what the files that have some of them have, in order; None if one cannot be read: the tasks of shards report it."""
 
-
-def find_in_part(files: Sequence[tuple[EmbeddedCorpus, CorpusFile]], contents: Contents) -> Names:
-    """Find the ids of contents in the files of a part of several corpora. Files that cannot be read are left out."""
-    names: Names = {}
-    for source, file in files:
+    def parts_of(source: EmbeddedCorpus) -> Sequence[PartInfo] | None:
         with suppress(MissingInputError, StorageError):
-            names[file.file] = find_contents(source.corpus().open_file("a part", file), contents)
-    return names
+            return source.corpus().info.parts
+        return None
+
+    if not sources or not contents:
+        return [None] * len(sources)
+    parts_by_source = sources[0].store.for_each(parts_of, sources)
+    files: dict[int, dict[tuple[str, str], CorpusFile]] = {}
+    for source, parts in zip(sources, parts_by_source):
+        for number, part in enumerate(parts or ()):
+            files.setdefault(number, {}).update({(source.version.corpus, file.file): file for file in part.files})
+    shared_contents, what = share(contents), "look for texts in earlier versions, parts"
+    address = sources[0].store.address
+    calls = [(address, [(name, file) for (name, _), file in own.items()], shared_contents) for own in files.values()]
+    results = run_tasks(find_in_part, calls, "looking for texts in earlier versions", what, progress)
+    found = {key: one for own, result in zip(files.values(), results) for key, one in zip(own, result)}
+
+    def found_in(source: EmbeddedCorpus, parts: Sequence[PartInfo] | None) -> list[Found] | None:
+        own = [found[source.version.corpus, file.file] for part in parts or () for file in part.files]
+        readable = [one for one in own if one is not None]
+        return None if parts is None or len(readable) < len(own) else [one for one in readable if one]
+
+    return [found_in(source, parts) for source, parts in zip(sources, parts_by_source)]
+
+
+def find_in_part(address: str, files: Sequence[tuple[str, CorpusFile]], contents: Contents) -> Sequence[Found | None]:
+    """Find the ids of contents in these files of a part of several corpora, each with its corpus's name; None for one
+    that cannot be read."""
+    store = Store(address)
+
+    def find(own: tuple[str, CorpusFile]) -> Found | None:
+        name, file = own
+        with suppress(MissingInputError, StorageError):
+            corpus = Corpus(store, CorpusInfo(name, "", 0, (), (), {}, {}))  # of any digest: a file's name is its own
+            return find_contents(corpus.open_file("a part", file), contents)
+        return None
+
+    return store.for_each(find, files)
 
 
 def carry_shard(
-    task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus], contents: Contents, names: Names
+    task: EncodeTask,
+    shard: int,
+    sources: Sequence[EmbeddedCorpus],
+    contents: Contents,
+    found: Sequence[list[Found] | None],
 ) -> None:
-    """Stage embeddings of one shard's passages from other shards, then the plan. `names` are those of `contents` in the
-    files of the sources; other contents are looked for here."""
+    """Stage embeddings of one shard's passages from other shards, then the plan. `found` is where `contents` are in
+    each source; other contents are looked for here."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
     plan = _plan_over_base(corpus, shard, sources, task.draft.index) or EncodePlan()
@@ -289,10 +322,11 @@ def carry_shard(
             deleted_ids, replaced_ids = _deleted_or_replaced(source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(source, sources, [*deleted_ids, *replaced_ids])
             plan = replace(plan, num_deleted=len(deleted_ids), num_unlearned=num_unlearned)
-    names = dict(names) if all(passage[1:3] in contents for passage in remaining.values()) else {}
-    for source in sources:
-        if remaining and not source.is_refined:
-            take(source, _ids_of_same_content(source, remaining, names))
+    is_complete, own_found = all(passage[1:3] in contents for passage in remaining.values()), dict[str, Found]()
+    for source, source_found in zip(sources, found):
+        if remaining and not source.is_refined and (not is_complete or source_found is None or source_found):
+            source_found = source_found if is_complete else None
+            take(source, _ids_of_same_content(source, remaining, source_found, own_found))
     if places:
         with store.scratch() as folder:
             file = folder / "carried.arrow"
@@ -409,24 +443,36 @@ def _blocks_with(source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator
                 yield gather_rows([block], rows)
 
 
-def _ids_of_same_content(source: EmbeddedCorpus, passages: Mapping[str, Passage], names: Names) -> dict[str, list[str]]:
+def _ids_of_same_content(
+    source: EmbeddedCorpus,
+    passages: Mapping[str, Passage],
+    found: Iterable[Found] | None,
+    found_by_file: dict[str, Found],
+) -> dict[str, list[str]]:
     """By their ids in the source, the ids of those of `passages` that have the same content there.
 
-    `names` has the files of parts in which these contents were looked for; this source's are added.
+    `found` is where their contents are in its files. Without it they are looked for in each file that `found_by_file`
+    lacks, which is added to it.
     """
     ids_of: dict[tuple[str, str], list[str]] = {}
     for passage in passages.values():
         ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
     ids_by_name: dict[str, list[str]] = {}
     all_contents = set(ids_of)
+
+    def find_in(corpus: Corpus) -> Iterator[Found]:
+        for number, file in ((number, file) for number, part in enumerate(corpus.info.parts) for file in part.files):
+            if file.file not in found_by_file:
+                found_by_file[file.file] = find_contents(corpus.open_file(f"part {number}", file), all_contents)
+            yield found_by_file[file.file]
+
     try:
         before = source.corpus()
-        for number, file in ((number, file) for number, part in enumerate(before.info.parts) for file in part.files):
+        for own in find_in(before) if found is None else found:
             if not ids_of:
                 break
-            if file.file not in names:
-                names[file.file] = find_contents(before.open_file(f"part {number}", file), all_contents)
-            contents = {name: content for name, content in names[file.file].items() if content in ids_of}
+            if not (contents := {name: content for name, content in own.items() if content in ids_of}):
+                continue
             current = [name for name, passage in before.get(contents).items() if passage[1:3] == contents[name]]
             refined_names = source.unchanged_since_parent(current)
             for name in current:

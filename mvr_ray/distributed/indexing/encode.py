@@ -59,7 +59,7 @@ def encode_corpus(
 
     Raises ResourceError before any work if the cluster cannot place the encoders.
     """
-    chunks = [chunk for shard in shards for chunk in chunks_of(task, corpus, shard)]
+    chunks = chunks_of(task, corpus, *shards)
     total = sum(chunk.stop - chunk.start for chunk in chunks)
     existing = staged_chunks(task, chunks)
     count = sum(chunk.stop - chunk.start for chunk in existing)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.distributed.indexing.shards import STAGED, index_params, parse_staged
-from mvr_ray.errors import DigestError, FormatError, StagingError
+from mvr_ray.errors import DigestError, FormatError, MissingInputError, StagingError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
@@ -122,12 +122,16 @@ class EncodeTask(NamedTuple):
         Raises StagingError for a damaged plan or a newer program's, after removing all staged work that follows it.
         """
         path = self.plan_path(shard)
-        if not store.exists(path):
-            return EncodePlan()
         try:
             return parse_staged(EncodePlan, store.read_bytes(path), store.where(path))
+        except MissingInputError:
+            return EncodePlan()
         except (DigestError, FormatError) as error:
             raise self.discard(store, shard, error) from error
+
+    def plans(self, store: Store, shards: Iterable[int]) -> Sequence[EncodePlan]:
+        """Read the plans of several shards, several at once from an object store. Raises as `plan`."""
+        return store.for_each(lambda shard: self.plan(store, shard), shards)
 
     def write_plan(self, store: Store, shard: int, plan: EncodePlan) -> None:
         store.write_bytes(self.plan_path(shard), with_trailer(json.dumps(asdict(plan)).encode()))
@@ -199,11 +203,13 @@ def encode_task(
     return EncodeTask(store.address, draft, key, index.tokens_per_batch, index.sort_window)
 
 
-def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
-    total = len(task.plan(corpus.store, shard).rows_to_encode(corpus.info.parts[shard].num_passages))
-    return [
-        ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
-    ]
+def chunks_of(task: EncodeTask, corpus: Corpus, *shards: int) -> list[ChunkRange]:
+    """The chunks of these shards, in order."""
+    chunks: list[ChunkRange] = []
+    for shard, plan in zip(shards, task.plans(corpus.store, shards)):
+        total, size = len(plan.rows_to_encode(corpus.info.parts[shard].num_passages)), task.sort_window
+        chunks += [ChunkRange(shard, start, min(start + size, total)) for start in range(0, total, size)]
+    return chunks
 
 
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
