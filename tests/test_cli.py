@@ -111,12 +111,12 @@ def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("a question", "-k", "0"), "search: k is 0; ask for 1 to 1000 passages (serve.max_k)"),
-        (("a question", "-k", "1001"), "search: k is 1001; ask for 1 to 1000 passages (serve.max_k)"),
+        (("a question", "-k", "0"), "search: k is 0; ask for 1 to 1000000 passages"),
+        (("a question", "-k", "1000001"), "search: k is 1000001; ask for 1 to 1000000 passages"),
         (("  ",), "search: the query is empty; send a text with words in it"),
         (
-            ("word " * 25_000,),
-            "search: the query has 125000 characters; send at most 100000 (serve.max_query_chars)",
+            ("word " * 2_500_000,),
+            "search: the query has 12500000 characters; send at most 10000000",
         ),
         (
             ("a question", "--filter", "{year: 3}"),
@@ -143,10 +143,7 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("serve.max_k=1", "who?", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
-        (("who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
-        (("serve.max_k=3", "who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
-        (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000000 passages"),
         (
             ("serve.max_k=1",),
             "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it",
@@ -158,10 +155,26 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
         ),
     ],
 )
-def test_overrides_stand_before_or_after_the_one_question(
+def test_a_question_beside_overrides_is_one_text(
     command, run_file: str, name: str, words: tuple[str, ...], message: str
 ) -> None:
     assert command(name, run_file, *words) == (2, "", f"mvr-ray: {name}: {message}\n")
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+@pytest.mark.parametrize(
+    "words", [("index.name=a", "who?"), ("who?", "index.name=a"), ("index.name=b", "who?", "index.name=a")]
+)
+def test_overrides_stand_before_or_after_the_one_question(command, run_file: str, name: str, words) -> None:
+    status, out, message = command(name, run_file, *words)
+    assert (status, out) == (1, "") and message.startswith("mvr-ray: index 'a' has no version in ")
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+def test_limits_of_the_server_do_not_apply_to_a_search_on_the_command_line(command, run_file: str, name: str) -> None:
+    limits = ("serve.max_k=1", "serve.max_batch=1", "serve.max_query_chars=1")
+    status, out, message = command(name, run_file, "who?", *limits, "-k", "1500")
+    assert (status, out) == (1, "") and message.startswith("mvr-ray: index ")
 
 
 @pytest.mark.parametrize("name", ["search", "explain"])
@@ -175,14 +188,10 @@ def test_a_wrong_override_before_a_question_is_refused_by_name(command, run_file
     [
         ((" ",), "explain: the question is empty; send a text with words in it"),
         (("who?", "--question", ""), "explain: the question is empty; send a text with words in it"),
-        (("who?", "-k", "0"), "explain: k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (("who?", "-k", "0"), "explain: k is 0; ask for 1 to 1000000 passages"),
         (
-            ("who?", "serve.max_k=1", "-k", "1", "--passage", "a", "--passage", "b"),
-            "explain: 2 passages in one request; ask for 1 to 1 passages (serve.max_k)",
-        ),
-        (
-            ("who?", "serve.max_batch=1", "--question", "when?"),
-            "explain: 2 questions in one request; send at most 1 (serve.max_batch)",
+            ("who?", *256 * ("--question", "when?")),
+            "explain: 257 questions in one request; send at most 256",
         ),
         (
             ("who?", "--html", "nowhere/page.html"),

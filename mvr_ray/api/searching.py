@@ -12,7 +12,7 @@ from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.explanation import Explanation
-from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, validate
+from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, validate, without_limits
 from mvr_ray.serving.service import SearchService
 
 if TYPE_CHECKING:
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.router import Router
 
 BATCH_QUERIES = 256
-NO_LIMITS = {
-    "max_k": 1_000_000,
-    "max_query_chars": 10_000_000,
-    "max_batch": BATCH_QUERIES,
-    "timeout_ms": 3_600_000,
-}
-"""Limits of `serve` that do not apply to searches in this process."""
 
 
 def search(
@@ -82,15 +75,13 @@ def _pin(hot_swap: "HotSwapRouter", version: int | None) -> "AbstractContextMana
 def _service(run: RunConfig, router: "Router", method: str, first: int | None) -> Iterator[SearchService]:
     """Answer requests from a router. Raises ConfigError, in the method's name, for one that is refused;
     `first` numbers the request's first query, None: the caller gave a single one."""
-    limits = run.serve.model_copy(update=NO_LIMITS)
     try:
-        yield SearchService(router, limits, hybrid=run.search.hybrid)
+        yield SearchService(router, without_limits(run.serve), hybrid=run.search.hybrid)
     except RequestError as error:
-        hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
         place = re.match(r"(queries|questions)\.(\d+)", error.field)
         noun = "query" if place and place[1] == "queries" else "question"
         item = f"{noun} {first + int(place[2])}: " if place and first is not None else ""
-        raise ConfigError(f"{method}: {item}{error.message}; {hint}") from None
+        raise ConfigError(f"{method}: {item}{error.in_process()}") from None
 
 
 def plain_queries(queries: Any) -> list[str | list[float]]:

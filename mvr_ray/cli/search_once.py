@@ -8,13 +8,10 @@ from contextlib import contextmanager
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest
+from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, without_limits
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
-
-MAX_MS = 3_600_000
-"""Time of a search that a person waits for, in place of the server's `serve.timeout_ms`."""
 
 
 @contextmanager
@@ -25,7 +22,8 @@ def open_service(
     from mvr_ray.distributed.cluster import session
 
     try:
-        request.check(run.serve)
+        limits = without_limits(run.serve)
+        request.check(limits)
         store = Store(run.store.path)
         live = manifests.read(store, run.index.name, version)  # before torch is imported
         from mvr_ray.distributed.encoders import require_encoder
@@ -33,7 +31,6 @@ def open_service(
 
         require_encoder(store, live)
         with open_router(run, version, local=not session.cluster_address(run.resources)) as router:
-            limits = run.serve.model_copy(update={"timeout_ms": MAX_MS})  # a model may load for long
             yield SearchService(router, limits, hybrid=run.search.hybrid)
     except RequestError as error:
-        raise ConfigError(f"{command}: {error.message}; {error.hint}") from None
+        raise ConfigError(f"{command}: {error.in_process()}") from None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
 def search(
     config: Config,
     words: QuestionWords,
-    k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
+    k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 10,
     version: Version = None,
     filter: FilterText = None,
     fields: Annotated[str, typer.Option(help="Fields to show with each passage, separated by commas.")] = "",

@@ -33,6 +33,12 @@ M = TypeVar("M", bound=BaseModel)
 LONGEST_RETRY_S = 60
 MAX_SENT = 32
 """Limit of the passages that one search may send with texts or fields, in multiples of `serve.max_k`."""
+_NO_LIMITS = {
+    "max_k": 1_000_000,
+    "max_query_chars": 10_000_000,
+    "max_batch": 256,
+    "timeout_ms": 3_600_000,
+}
 _CODES = {
     "missing": "missing_field",
     "extra_forbidden": "unknown_field",
@@ -209,6 +215,11 @@ def _is_readable(char: str) -> bool:
     """Return whether it is a letter, number, punctuation or symbol: BERT tokenizers drop others, and the replacement
     character."""
     return unicodedata.category(char)[0] in "LNPS" and char != "\ufffd"
+
+
+def without_limits(limits: ServeConfig) -> ServeConfig:
+    """Return the limits of a search in the caller's process, in place of a server's."""
+    return limits.model_copy(update=_NO_LIMITS)
 
 
 class Snippet(BaseModel):
@@ -405,6 +416,10 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}; {self.hint}" if self.field else f"{self.message}; {self.hint}"
+
+    def in_process(self) -> str:
+        """Return the text for a caller in this process, which no setting of the server limits."""
+        return re.sub(r" \(serve\.\w+\)", "", f"{self.message}; {self.hint}")
 
     def body(self) -> bytes:
         """JSON, escaped to ASCII: a message may quote half a surrogate pair."""

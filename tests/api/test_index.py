@@ -962,6 +962,14 @@ def test_a_command_that_searches_once_has_no_deadline(index: Index, capsys):
     assert not end.value.code and json.loads(capsys.readouterr().out)["results"][0]
 
 
+def test_a_search_has_ten_hits_in_python_and_on_the_command_line(index: Index, capsys):
+    run_file = Path(index.run.store.path) / "run.yaml"
+    with pytest.raises(SystemExit):
+        main(["search", str(run_file), "Who built tower 3?", "--json"])
+    [hits] = json.loads(capsys.readouterr().out)["results"]
+    assert [hit["id"] for hit in hits] == [hit.id for hit in index.search("Who built tower 3?")] and len(hits) == 10
+
+
 def test_a_uuid_is_an_id_wherever_ids_are_taken(index: Index):
     name = UUID(int=7)
     assert [record.passage.id for record in passage_records([(name, "A text.")])] == [str(name)]
