@@ -14,14 +14,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mvr_ray.api.encoder import Encoder as Encoder
     from mvr_ray.api.index import Index as Index
+    from mvr_ray.client import AsyncClient as AsyncClient
     from mvr_ray.client import Client as Client
+    from mvr_ray.client import ClientError as ClientError
+    from mvr_ray.client import RefusedError as RefusedError
+    from mvr_ray.client import UnavailableError as UnavailableError
+    from mvr_ray.client import UnreachableError as UnreachableError
     from mvr_ray.config import load_run as load_run
+    from mvr_ray.errors import ConfigError as ConfigError
+    from mvr_ray.errors import DataError as DataError
+    from mvr_ray.errors import MissingInputError as MissingInputError
+    from mvr_ray.errors import MvrRayError as MvrRayError
     from mvr_ray.types import Passage as Passage
+    from mvr_ray.types import Question as Question
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Encoder", "Index", "Passage", "load_run"]
-
-_PATHS = {"Client": "client", "Encoder": "api.encoder", "Index": "api.index", "Passage": "types", "load_run": "config"}
+_NAMES = {
+    "api.encoder": ("Encoder",),
+    "api.index": ("Index",),
+    "client": ("AsyncClient", "Client", "ClientError", "RefusedError", "UnavailableError", "UnreachableError"),
+    "config": ("load_run",),
+    "errors": ("ConfigError", "DataError", "MissingInputError", "MvrRayError"),
+    "types": ("Passage", "Question"),
+}
+_PATHS = {name: path for path, names in _NAMES.items() for name in names}
+__all__ = sorted(_PATHS)
 
 
 def __getattr__(name: str) -> Any:

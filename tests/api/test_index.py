@@ -2069,6 +2069,16 @@ sys.exit(sorted({'transformers', 'pandas', 'torch._dynamo'} & set(sys.modules)) 
 """
 
 
+NAMES = """
+import sys
+import mvr_ray
+assert all(getattr(mvr_ray, name).__name__ == name for name in mvr_ray.__all__ if name != "Encoder")
+from mvr_ray import ConfigError, Index, MvrRayError, Question, RefusedError
+assert issubclass(RefusedError, MvrRayError) and issubclass(ConfigError, MvrRayError)
+sys.exit(sorted({'ray', 'torch', 'transformers'} & set(sys.modules)) or 0)
+"""
+
+
 def run_program(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program, *words], check=False, capture_output=True, text=True)
 
@@ -2077,6 +2087,11 @@ def test_a_search_with_a_bert_model_imports_neither_ray_nor_transformers(index_s
     process = run_program(SEARCH, "search", str(index_store / "run.yaml"), "Who built tower 7?", "-k", "3")
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("score") == 3
+
+
+def test_every_public_name_is_imported_without_ray_and_torch():
+    process = run_program(NAMES)
+    assert process.returncode == 0, process.stderr
 
 
 def test_every_stage_but_training_is_imported_without_transformers_and_pandas():
