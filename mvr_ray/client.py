@@ -20,6 +20,7 @@ timeout_s=3600)`.
 import asyncio
 import dataclasses
 import functools
+import inspect
 import os
 import random
 import threading
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from numbers import Integral, Real
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args, overload
 from urllib.parse import quote, urlsplit
 
 import httpx2
@@ -113,6 +114,10 @@ class Endpoint(Generic[P, A]):
 
     def __init__(self, build: Callable[P, EndpointRequest[A]]) -> None:
         self._build = build
+        request = inspect.signature(build)
+        [answer] = get_args(request.return_annotation)
+        self._signature = request.replace(return_annotation=answer)
+        self._async_signature = request.replace(return_annotation=Coroutine[Any, Any, answer])
 
     @overload
     def __get__(self, client: "AsyncClient", owner: type) -> Callable[P, Coroutine[Any, Any, A]]: ...
@@ -123,7 +128,9 @@ class Endpoint(Generic[P, A]):
     def __get__(self, client: Any, owner: type) -> Any:
         if client is None:  # help() looks at the class
             return self._build
-        return functools.update_wrapper(functools.partial(client._call, self._build), self._build)
+        call: Any = functools.update_wrapper(functools.partial(client._call, self._build), self._build)
+        call.__signature__ = self._async_signature if isinstance(client, AsyncClient) else self._signature
+        return call
 
 
 class HttpTransport:

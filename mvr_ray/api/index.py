@@ -176,7 +176,7 @@ class Index:
     @overload
     def search(
         self,
-        query: Sequence[str] | FloatArray,
+        query: Iterable[str] | Sequence[Sequence[float]] | FloatArray,
         k: int = 10,
         *,
         filter: Mapping[str, Any] | None = None,
@@ -186,7 +186,7 @@ class Index:
 
     def search(
         self,
-        query: str | Sequence[str] | FloatArray,
+        query: str | Iterable[str] | Sequence[Sequence[float]] | FloatArray,
         k: int = 10,
         *,
         filter: Mapping[str, Any] | None = None,
@@ -228,7 +228,7 @@ class Index:
         MissingInputError for an unknown version.
         """
         is_single = isinstance(questions, str)
-        texts = [questions] if is_single else list(rows.rows_of(questions))
+        texts = [questions] if is_single else searching.questions_of(questions)
         ids = [str(one) for one in rows.ids_of(passages)]
         return searching.explain(self.run, self._router, texts, ids, k, hybrid, version, is_single=is_single)
 

@@ -84,6 +84,14 @@ def _service(run: RunConfig, router: "Router", method: str, first: int | None) -
         raise ConfigError(f"{method}: {item}{error.in_process()}") from None
 
 
+def questions_of(questions: Any) -> list[Any]:
+    """Return the items of an iterable or a column. Raises ConfigError for what has none."""
+    try:
+        return list(rows.rows_of(questions))
+    except DataError:
+        raise ConfigError(f"explain: questions are {questions!r:.60}; give a text, or a list of texts") from None
+
+
 def plain_queries(queries: Any) -> list[str | list[float]]:
     """Return texts and vectors as a request holds them. Raises ConfigError for anything else."""
     problem = f"queries are {queries!r:.60}"

@@ -524,6 +524,7 @@ def test_an_explanation_has_the_product_of_every_view_and_question_and_a_page_of
         ("who?", "p99", "p99"),
         ([5], (), "questions"),
         (pandas.DataFrame({"question": ["who?"]}), (), "questions"),
+        (42, (), "questions are 42; give a text, or a list of texts"),
         (np.ones((1, 32), np.float32), (), "questions"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import inspect
 import json
 import math
 import multiprocessing
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -43,6 +45,7 @@ from mvr_ray.config import ServeConfig
 from mvr_ray.errors import ConfigError, CoverageError, MvrRayError, OverloadedError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
+from mvr_ray.serving.schemas import Readiness, SearchResponse
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Passage
 
@@ -245,6 +248,13 @@ def test_an_error_of_a_search_is_the_same_inside_and_over_http(monkeypatch, erro
             with pytest.raises(UnavailableError) as failure:
                 client.search(["nile"], timeout_s=30)
             assert (failure.value.status, failure.value.code) == (503, code)
+
+
+def test_the_signature_of_a_method_names_what_the_call_returns(service) -> None:
+    with Client.over(service) as client:
+        assert inspect.signature(client.search).return_annotation is SearchResponse
+        assert list(inspect.signature(client.search).parameters)[:2] == ["queries", "k"]
+        assert inspect.signature(AsyncClient.over(service).ready).return_annotation == Coroutine[Any, Any, Readiness]
 
 
 def test_many_async_searches_share_one_client(address) -> None:
