@@ -11,6 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+SHOWN_CHARS = 80
+"""Of a view's text in a printed table."""
+
 
 class ExplainedView(BaseModel):
     """One view: of the snippet text[start:stop], of the title, of the whole passage, or a feedback view, which is
@@ -58,6 +61,23 @@ class Explanation(BaseModel):
     questions: list[str]
     passages: list[ExplainedPassage]
     hybrid: float | Literal["rrf"] | None = None
+
+    def __repr__(self) -> str:
+        """Return a table for each passage: views down, questions across, the best view of each marked with «."""
+        lines = [f"question {number}: {question}" for number, question in enumerate(self.questions, 1)]
+        for passage in self.passages:
+            table = [["view", *(str(number) for number in range(1, len(self.questions) + 1)), "stands for"]]
+            for view in passage.views:
+                marks = [" «" if winner.view == view.view else "" for winner in passage.winners]
+                scores = [f"{score:z.4f}{mark}" for score, mark in zip(view.scores, marks)]
+                text = " ".join(describe_view(view).split())
+                table.append([str(view.view), *scores, text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"])
+            widths = [max(map(len, column)) for column in zip(*table)]
+            lines += ["", f"{passage.title or passage.id}  [{passage.id}]"]
+            lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        return "\n".join(lines)
+
+    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, as a notebook shows it: the page's style stays inside."""

@@ -39,6 +39,16 @@ class PageParser(HTMLParser):
             self.rows[-1] += data
 
 
+def test_an_explanation_prints_as_a_table_of_views_and_questions() -> None:
+    lines = str(make("A hill.\n" + "A sea. " * 20)).splitlines()
+    assert [line.split()[:4] for line in lines if line[:1].isdigit()] == [
+        ["0", "0.5000", "«", "-0.2500"],
+        ["8", "0.1250", "0.5000", "«"],
+    ]
+    assert lines[0].startswith("question 1: ") and max(len(line) for line in lines if line[:1].isdigit()) < 120
+    assert repr(make()) == str(make())
+
+
 def make(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -0.25), (0.125, 0.5))) -> Explanation:
     views = [
         ExplainedView(view=0, kind="snippet", start=0, stop=len(text), text=text, scores=list(scores[0])),

@@ -33,13 +33,7 @@ class SearchHits(list[PassageHit]):
 
         A field of the name of another column, such as `score`, is the column `fields.score`.
         """
-        return [self._row(rank, hit) for rank, hit in enumerate(self, 1)]
-
-    def _row(self, rank: int, hit: PassageHit) -> dict[str, Any]:
-        row = {"question": self.question, "rank": rank, "id": hit.id, "score": hit.score, "title": hit.title}
-        row |= {"snippet": hit.snippet and hit.snippet.text, "text": hit.text, "view": hit.view}
-        fields = hit.fields or {}
-        return row | {f"fields.{name}" if name in row else name: value for name, value in fields.items()}
+        return [hit.row(question=self.question, rank=rank) for rank, hit in enumerate(self, 1)]
 
     def __repr__(self) -> str:
         lines = [self.question]

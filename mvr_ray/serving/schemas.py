@@ -250,6 +250,14 @@ class PassageHit(BaseModel):
     dense: float | None = None
     """Of a hybrid search with `text`: the score of the view."""
 
+    def row(self, **place: Any) -> dict[str, Any]:
+        """The hit as a flat row after its place. A field of the name of another column, such as `score`, is the column
+        `fields.score`."""
+        row = {**place, "id": self.id, "score": self.score, "title": self.title}
+        row |= {"snippet": self.snippet and self.snippet.text, "text": self.text, "view": self.view}
+        fields = self.fields or {}
+        return row | {f"fields.{name}" if name in row else name: value for name, value in fields.items()}
+
 
 class Coverage(BaseModel):
     """How many of the manifest's passages were searched, and the state of each shard."""
@@ -268,6 +276,19 @@ class SearchResponse(BaseModel):
     exact: Exactness
     took_ms: float
     results: list[list[PassageHit]]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The hits of all queries as flat rows, for a frame: query (its number from 0), rank, id, score, title,
+        snippet, text, view, and each field that the request names.
+
+            pandas.DataFrame(client.search(questions).rows)
+        """
+        return [
+            hit.row(query=number, rank=rank)
+            for number, hits in enumerate(self.results)
+            for rank, hit in enumerate(hits, 1)
+        ]
 
 
 class Embedding(BaseModel):

@@ -70,6 +70,7 @@ from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.rankings import PARQUET_SCHEMA
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import own_passages, read_questions
@@ -1566,6 +1567,15 @@ def test_the_rows_of_hits_are_a_flat_frame_and_no_field_replaces_a_column(index:
     assert (row["score"], row["fields.score"], row["hue"], row["snippet"]) == (hit.score, 7, "red", None)
 
 
+def test_the_rows_of_an_answer_over_a_client_are_those_of_hits_but_for_the_question(index: Index):
+    questions = ["Who built tower 3?", "Who built tower 4?"]
+    with Client.in_process(index.run, timeout_s=60) as client:
+        rows = client.search(questions, k=3, fields=["opened", "year"]).rows
+    own_rows = [(number, row) for number, hits in enumerate(index.search(questions, 3)) for row in hits.rows]
+    for (number, own), row in zip(own_rows, rows, strict=True):
+        assert row == {"query": number, **{name: value for name, value in own.items() if name != "question"}}
+
+
 def test_each_question_has_an_id_of_its_own_and_one_that_occurs_twice_is_refused(index: Index):
     with_ids = [{"id": "q0", "question": "who built tower 1?"}, {"id": "q0_", "question": "who built tower 2?"}]
     assert [question.id for question in questions_of(["who?", *with_ids, "when?"])] == ["q0__", "q0", "q0_", "q3"]
@@ -1934,6 +1944,14 @@ def test_a_setting_that_is_absent_stays_absent_when_others_are_given(tiny_backbo
 def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
     hits = index.search("tower", filter={"year": 1})
     assert hits == [] and repr(hits) == "tower\n    no passage" and "no passage" in hits._repr_html_()
+
+
+def test_a_ranked_question_prints_as_a_line_and_its_rows_are_those_of_parquet(index: Index):
+    [ranked] = index.retrieve(["Who built tower 3?"], k=5)
+    assert repr([ranked]) == f"[RankedQuestion('q0', 5 passages, best {ranked.passages[0].id!r})]"
+    frame = pandas.DataFrame(ranked.rows)
+    assert list(frame.columns) == PARQUET_SCHEMA.names and list(frame["rank"]) == [1, 2, 3, 4, 5]
+    assert list(frame["passage_id"]) == [hit.id for hit in ranked.passages] and set(frame["question_id"]) == {"q0"}
 
 
 def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mvr_ray.errors import DataError
+from mvr_ray.errors import DataError, count_noun
 from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import BadRow, question_id
@@ -55,6 +55,20 @@ class RankedQuestion(NamedTuple):
 
     question: Question
     passages: Sequence[RankedPassage]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The hits as flat rows, for a frame, with the columns of a ranking in Parquet.
+
+        pandas.DataFrame(row for one in index.retrieve("dev") for row in one.rows)
+        """
+        question_id, question = self.question[:2]
+        hits = enumerate(self.passages, 1)
+        return [dict(zip(PARQUET_SCHEMA.names, (question_id, question, rank, *hit))) for rank, hit in hits]
+
+    def __repr__(self) -> str:
+        best = f", best {self.passages[0].id!r}" if self.passages else ""
+        return f"RankedQuestion({self.question.id!r}, {count_noun(len(self.passages), 'passage')}{best})"
 
 
 PARQUET_SCHEMA = pa.schema(
