@@ -18,6 +18,11 @@ def require_client(client: object) -> Client:
     return client
 
 
+def field_names(fields: Any) -> Any:
+    """Return a list of several names, or of the one name given, as `Client.search` takes them."""
+    return [fields] if isinstance(fields, str) else list(fields)
+
+
 def hit_metadata(answer: SearchResponse, hit: PassageHit) -> dict[str, Any]:
     """Return title, matching snippet, the view that won, and the index version; requested fields replace those of
     their names."""

@@ -14,7 +14,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from mvr_ray.client import Client
-from mvr_ray.integrations import hit_metadata, require_client
+from mvr_ray.integrations import field_names, hit_metadata, require_client
 from mvr_ray.serving.schemas import Hybrid
 
 
@@ -30,7 +30,7 @@ class LangChainRetriever(BaseRetriever):
     k: int = 10
     filter: dict[str, Any] | None = None
     """A condition over fields of passages, as a search takes it."""
-    fields: list[str] = Field(default_factory=list)
+    fields: Annotated[list[str], BeforeValidator(field_names)] = Field(default_factory=list)
     """Fields of passages that documents have in their metadata; one named `score` replaces that of the search."""
     hybrid: Hybrid = None
     """How words and views are joined, as a search takes it."""

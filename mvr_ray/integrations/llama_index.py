@@ -12,7 +12,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from mvr_ray.client import Client
-from mvr_ray.integrations import OWN_METADATA, hit_metadata, require_client
+from mvr_ray.integrations import OWN_METADATA, field_names, hit_metadata, require_client
 from mvr_ray.serving.schemas import Hybrid
 
 
@@ -29,7 +29,7 @@ class LlamaIndexRetriever(BaseRetriever):
         k: int = 10,
         *,
         filter: Mapping[str, Any] | None = None,
-        fields: Sequence[str] = (),
+        fields: str | Sequence[str] = (),
         hybrid: Hybrid = None,
         **options: Any,
     ) -> None:
@@ -40,7 +40,7 @@ class LlamaIndexRetriever(BaseRetriever):
         self.client = require_client(client)
         self.k = k
         self.filter = filter
-        self.fields = fields
+        self.fields = field_names(fields)
         self.hybrid = hybrid
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -110,6 +110,24 @@ def test_fields_that_are_named_are_in_the_metadata_whatever_their_names() -> Non
         assert (node.metadata["score"], node.score) == (7, client.search(QUESTION).results[0][0].score)
 
 
+class WithReviews(WithScores):
+    """A field whose name contains one of the search's own."""
+
+    corpus = SimpleNamespace(fields={"review": "string"})
+
+    def passages(self, ids):
+        return {name: one._replace(fields=(("review", "fine"),)) for name, one in super().passages(ids).items()}
+
+
+def test_one_field_is_its_name_and_not_the_names_within() -> None:
+    with Client.over(SearchService(WithReviews(), ServeConfig())) as client:
+        node = LlamaIndexRetriever(client, fields="review").retrieve(QUESTION)[0]
+        assert node.metadata["review"] == "fine"
+        assert {"snippet", "view", "index", "version"} == set(node.node.excluded_llm_metadata_keys)
+        retriever = LangChainRetriever(client=client, fields="review")
+        assert retriever.invoke(QUESTION)[0].metadata["review"] == "fine"
+
+
 def test_nodes_of_llama_index_are_the_hits_in_their_order(client) -> None:
     hits = client.search([QUESTION], k=2).results[0]
     retriever = LlamaIndexRetriever(client, k=2)
