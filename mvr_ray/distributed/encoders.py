@@ -158,12 +158,16 @@ def _stored_encoder(run: RunConfig) -> LocalEncoder | None:
     return None
 
 
+def is_trained(run: RunConfig) -> bool:
+    """Whether `index` takes a trained encoder."""
+    store, name = Store(run.store.path), run.encoder.name
+    return run.index.encoder in ("trained", "auto") and latest_fingerprint(store, ENCODERS, name) is not None
+
+
 def trained_backbone(run: RunConfig) -> str | None:
     """Return the backbone of the trained encoder that `index` takes; None for an untrained one, or where no record
     names it."""
-    store, name = Store(run.store.path), run.encoder.name
-    is_trained = run.index.encoder in ("trained", "auto") and latest_fingerprint(store, ENCODERS, name) is not None
-    return latest_backbone(store, name) if is_trained else None
+    return latest_backbone(Store(run.store.path), run.encoder.name) if is_trained(run) else None
 
 
 def _untrained_record(run: RunConfig) -> str | None:

@@ -40,7 +40,7 @@ from mvr_ray.core.judging.metrics import (
 )
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import open_bm25
-from mvr_ray.distributed.encoders import require_encoder
+from mvr_ray.distributed.encoders import is_trained, require_encoder
 from mvr_ray.distributed.retrieve import (
     QuestionRanker,
     QuestionSet,
@@ -159,7 +159,10 @@ def evaluate(
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     measurement = _Measurement(run, corpus, _configured_sets(corpus, settings) if sets is None else sets)
     sets = measurement.sets
-    tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid") if settings.hybrid else None
+    tuning_set = None
+    if settings.hybrid:
+        learned = trained_texts(run, corpus)
+        tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid", learned)
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
     rank = RankSettings(
@@ -438,7 +441,7 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     names = [name for name in run.evaluate.questions if name in question_sets(corpus)]
     reports = [QuestionSet(name, read_questions(corpus, name)) for name in names]
-    query_set = unreported_questions(corpus, questions, reports, "tune")
+    query_set = unreported_questions(corpus, questions, reports, "tune", trained_texts(run, corpus))
     require_words(base)
     checked_filter(run, corpus)
     with open_router(run, base.version) as router:
@@ -449,9 +452,19 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     return TuneReport(base.index, base.version, questions, len(query_set.questions), setting, rows)
 
 
-def unreported_questions(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> QuestionSet:
+def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
+    """Texts of the stored questions on which the run's encoder was trained; none of an untrained one."""
+    names = {run.train.questions, run.train.hard_negatives} & {*question_sets(corpus)} if is_trained(run) else set()
+    return {question.text for name in names if name for question in read_questions(corpus, name)}
+
+
+def unreported_questions(
+    corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str, trained: Collection[str] = ()
+) -> QuestionSet:
     """The questions of a stored set that name gold passages, without those whose text is one of `reports`: a weight
-    that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all.
+    that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all. Without
+    those `trained` on, too, as dense search ranks them better than others: if only such are left, they stay, and a
+    warning says so.
 
     Raises ConfigError, which names the setting, if there are none, else as `require_gold_passages`.
     """
@@ -477,6 +490,16 @@ def unreported_questions(corpus: Corpus, name: str, reports: Sequence[QuestionSe
         )
     if num_left_out := len(questions) - len(others):
         log.warning("questions left out that are also reported: %d of %d set=%s", num_left_out, len(questions), name)
+    if new := [question for question in others if question.text not in trained]:
+        if num_trained := len(others) - len(new):
+            log.warning("questions left out that the encoder was trained on: %d set=%s", num_trained, name)
+        others = new
+    else:
+        log.warning(
+            "the encoder was trained on all of these questions, so the weight of dense search is chosen too large; "
+            "name a set that it was not trained on: set=%s",
+            name,
+        )
     return QuestionSet(name, others)
 
 

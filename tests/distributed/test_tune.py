@@ -6,7 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from mvr_ray.distributed.evaluate import WEIGHTS, WeightAccuracy, best_weight, tune, unreported_questions
+from mvr_ray.distributed import evaluate
+from mvr_ray.distributed.evaluate import (
+    WEIGHTS,
+    WeightAccuracy,
+    best_weight,
+    trained_texts,
+    tune,
+    unreported_questions,
+)
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, ShardIndexError
@@ -79,3 +87,22 @@ def test_reported_questions_choose_no_weight_and_versions_without_words_are_refu
     rest = unreported_questions(corpus, "dev", [QuestionSet("copy", copies)], "tune")
     assert rest.questions == dev[3:]
     assert "questions left out that are also reported: 3 of 40 set=dev" in caplog.text
+
+
+def test_no_weight_is_chosen_on_questions_that_the_encoder_was_trained_on_where_there_are_others(
+    own_index, run_over, caplog, monkeypatch
+):
+    corpus = Corpus.open(Store(str(own_index)), "corpus")
+    dev = read_questions(corpus, "dev")
+    write_questions(corpus, "learned", [question._replace(id=f"own {question.id}") for question in dev[:5]])
+    run = run_over(own_index, train={"questions": "learned"})
+    assert not trained_texts(run, corpus), "the encoder of this index is untrained"
+    monkeypatch.setattr(evaluate, "is_trained", lambda run: True)
+    texts = trained_texts(run, corpus)
+    assert texts == {question.text for question in dev[:5]}
+    assert unreported_questions(corpus, "dev", [], "tune", texts).questions == dev[5:]
+    assert caplog.messages == ["questions left out that the encoder was trained on: 5 set=dev"]
+    caplog.clear()
+    assert len(unreported_questions(corpus, "learned", [], "tune", texts).questions) == 5
+    [message] = caplog.messages
+    assert message.startswith("the encoder was trained on all of these questions") and message.endswith("set=learned")
