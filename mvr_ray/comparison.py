@@ -253,6 +253,8 @@ def _read_judgements(path: Path) -> Judgements:
     grades_of = {one.id: one.grade_of for one in read_question_file(path)} if is_questions else read_qrels(path)
     grades = {name: {i: grade for i, grade in own.items() if grade > 0} for name, own in grades_of.items()}
     relevant = {name: own for name, own in grades.items() if own}
+    if num_dropped := sum(bool(own) for own in grades_of.values()) - len(relevant):
+        log.warning("questions left out whose judged passages are all irrelevant (trec_eval: 0): %d", num_dropped)
     if not relevant:
         need = "questions with gold passages (positive_ids)" if is_questions else "a file with grades above 0"
         raise DataError(f"qrels {path} judges no passage relevant; give --qrels {need}")

@@ -224,13 +224,14 @@ def test_a_question_set_that_no_side_can_use_is_refused(tmp_path: Path) -> None:
         compare(same, same, question_set="dev")
 
 
-def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:
+def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path, caplog) -> None:
     rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
     write_ranking(rows, tmp_path / "a.trec", "trec")
     qrels = tmp_path / "qrels"
     qrels.write_text("q0 0 right 1\nq0 0 other2 0\nq1 0 right 0\nq2 0 right -1\nunranked 0 right 2\n")
     row, _ = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
     assert (row.first, row.second, row.questions) == (50, 50, 2)
+    assert caplog.messages[0] == "questions left out whose judged passages are all irrelevant (trec_eval: 0): 2"
 
 
 def test_gold_passages_of_a_question_file_count_as_judgements_do(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_graded_judgements_of_two_runs_give_the_measures_of_trec_eval(tmp_path: 
     rng = np.random.default_rng(5)
     names = [f"p{at}" for at in range(30)]
     grades = rng.choice([0, 0, 0, 1, 2, 3], (20, len(names)))
-    grades[:, 0] = 1  # trec_eval leaves out questions without a relevant passage
+    grades[:, 0] = 1  # trec_eval counts questions without a relevant passage as 0
     qrels = tmp_path / "qrels"
     qrels.write_text(
         "".join(f"q{q} 0 {name} {own[at]}\n" for q, own in enumerate(grades) for at, name in enumerate(names))

@@ -161,8 +161,8 @@ def evaluate(
     sets = measurement.sets
     tuning_set = None
     if settings.hybrid:
-        learned = trained_texts(run, corpus)
-        tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid", learned)
+        texts = trained_texts(run, corpus)
+        tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid", texts)
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
     rank = RankSettings(
@@ -459,12 +459,12 @@ def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
 
 
 def unreported_questions(
-    corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str, trained: Collection[str] = ()
+    corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str, training_texts: Collection[str] = ()
 ) -> QuestionSet:
     """The questions of a stored set that name gold passages, without those whose text is one of `reports`: a weight
     that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all. Without
-    those `trained` on, too, as dense search ranks them better than others: if only such are left, they stay, and a
-    warning says so.
+    those of `training_texts`, too, as dense search ranks them better than others: if only such are left, they stay, and
+    a warning says so.
 
     Raises ConfigError, which names the setting, if there are none, else as `require_gold_passages`.
     """
@@ -490,7 +490,7 @@ def unreported_questions(
         )
     if num_left_out := len(questions) - len(others):
         log.warning("questions left out that are also reported: %d of %d set=%s", num_left_out, len(questions), name)
-    if new := [question for question in others if question.text not in trained]:
+    if new := [question for question in others if question.text not in training_texts]:
         if num_trained := len(others) - len(new):
             log.warning("questions left out that the encoder was trained on: %d set=%s", num_trained, name)
         others = new

@@ -180,8 +180,8 @@ def predictions(
                 stop=span.stop if span else -1,
                 score=span.score if span else None,
                 log_prob=span.start_log_prob + span.end_log_prob if span else None,
-                exact_match=exact_match_score(text, answers) if answers else None,
-                f1=f1_score(text, answers) if answers else None,
+                exact_match=bool(span) and exact_match_score(text, answers) if answers else None,
+                f1=f1_score(text, answers) * bool(span) if answers else None,  # nothing read is not right
             )
         )
     return rows

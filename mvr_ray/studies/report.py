@@ -104,9 +104,11 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     articles = {article for result in results for ranks in result.ranks.values() for article in ranks.articles}
     if len(articles) == 1:
         facts["articles"] = "a single one, so intervals and tests take its questions for independent"
-    adjusted, others = count_tests(tables)
-    if adjusted or others:
-        facts["tests"] = f"{adjusted} planned differences, adjusted by Holm's method; {others} other p's, not corrected"
+    num_holm, num_others = count_tests(tables)
+    if num_holm or num_others:
+        facts["tests"] = (
+            f"{num_holm} planned differences, adjusted by Holm's method; {num_others} other p's, not corrected"
+        )
     if missing_runs:
         facts["not run yet"] = _names_of(missing_runs, plan)
     markdown = _markdown(study, facts, tables, plots, commands)

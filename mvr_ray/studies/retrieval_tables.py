@@ -41,18 +41,18 @@ def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | N
 def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[VariantResult]) -> Table | None:
     """Tabulate differences on the same questions, over the same seeds: the planned tests of a study, a family."""
     ranks = {result.name: result.ranks for result in results}
-    tested: list[tuple[ContrastConfig, Difference]] = []
+    gaps: list[tuple[ContrastConfig, Difference]] = []
     for one in contrasts:
-        known = {one.better, one.than} <= ranks.keys()
-        gap = compare_ranks(ranks[one.better], ranks[one.than], one.metric) if known else None
-        tested += [(one, gap)] if gap is not None else []
+        has_both = {one.better, one.than} <= ranks.keys()
+        gap = compare_ranks(ranks[one.better], ranks[one.than], one.metric) if has_both else None
+        gaps += [(one, gap)] if gap is not None else []
     rows: list[Row] = []
-    for (one, gap), adjusted in zip(tested, holm([gap.p for _, gap in tested])):
+    for (one, gap), holm_p in zip(gaps, holm([gap.p for _, gap in gaps])):
         tests = {
             "p, paired by article": gap.articles_p,
             "p, t-test over seeds": gap.unpaired_t,
             "p, paired t-test over seeds": gap.paired_t,
-            ADJUSTED_P: adjusted,
+            ADJUSTED_P: holm_p,
         }
         row: Row = {"variant": one.better, "against": one.than, "metric": one.metric}
         row |= {

@@ -71,13 +71,13 @@ def format_value(value: Value) -> str | int:
 
 def count_tests(tables: Iterable[Table]) -> tuple[int, int]:
     """Count the p-values of all tables: those that are adjusted for their number, and the others."""
-    adjusted = others = 0
+    num_holm = num_others = 0
     for table in tables:
         for column, *cells in zip(table.columns, *table.rows):
             size = sum(str(cell).count(" / ") + 1 for cell in cells if cell != "")
-            adjusted += size if column == ADJUSTED_P else 0
-            others += size if column.endswith(", p") else 0
-    return adjusted, others
+            num_holm += size if column == ADJUSTED_P else 0
+            num_others += size if column.endswith(", p") else 0
+    return num_holm, num_others
 
 
 def percent(share: float | None, decimals: int = 1) -> str:

@@ -29,6 +29,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
+from mvr_ray.store.sampling import draw
 from mvr_ray.types import Passage, Question
 
 
@@ -217,8 +218,10 @@ def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, m
     monkeypatch.setattr("mvr_ray.distributed.training.examples.DEV_PASSAGES", 3)
     few = open_dev(corpus, cfg)
     assert few is not None
-    assert len(few.passages) == 3
-    assert np.array_equal(few.positive_Q, [0, 0, 1, 2])
+    names = draw(ids, 3, "dev")
+    assert [passage.id for passage in few.passages] == [name for name in ids if name in names], "not the first ones"
+    expected = [question.positive_ids[0] for question in questions if question.positive_ids[0] in names]
+    assert [few.passages[row].id for row in few.positive_Q] == expected
 
 
 @pytest.mark.parametrize("loop", [RetrieverLoop, CrossEncoderLoop])

@@ -62,20 +62,18 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether a reader's prediction equals one of the answers after `normalize_answer`."""
-    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
-    target = normalize_answer(prediction)
-    return any(normalize_answer(answer) == target for answer in answers)
+    """Whether a reader's prediction equals one of the answers after `normalize_answer`. See `f1_score`."""
+    return normalize_answer(prediction) in _targets(answers)
 
 
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
     """Compute SQuAD's F1: the overlap of multisets of normalised words, with the answer that overlaps best.
 
-    F1 is 1 where prediction and answer both normalise to nothing, as in SQuAD 2 (SQuAD 1.1's script says 0).
+    As in SQuAD 2, an answer that normalises to nothing (the grade "A") counts only where no other is left, and F1 is
+    then 1 for a prediction that normalises to nothing, too (SQuAD 1.1's script says 0).
     """
-    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
     words = Counter(normalize_answer(prediction).split())
-    return max((_overlap(words, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
+    return max((_overlap(words, Counter(answer.split())) for answer in _targets(answers)), default=0.0)
 
 
 def empty_answers(answers: Sequence[str], match: Match = "string") -> list[str]:
@@ -220,6 +218,13 @@ def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
             return [pattern for pattern in patterns if pattern is not None]
         case "kilt":
             return [normalize_answer(answer) for answer in answers]
+
+
+def _targets(answers: Sequence[str]) -> list[str]:
+    """Normalise answers, without those of which nothing is left unless all are such."""
+    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+    texts = [normalize_answer(answer) for answer in answers]
+    return [text for text in texts if text] or texts
 
 
 def _overlap(words: Counter[str], reference: Counter[str]) -> float:

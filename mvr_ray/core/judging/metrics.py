@@ -115,9 +115,9 @@ def share_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: i
     All 0 or all 1 over n groups: Clopper and Pearson's interval of n trials, whose free end is 0.025^(1/n) away.
     """
     if (share := float(np.mean(values_Q))) in (0.0, 1.0):
-        far = (1 - _CONFIDENCE) / 2
-        bound = far ** (1 / len(_group_sums(values_Q, groups_Q)[0]))
-        return Interval(bound, 1.0) if share else Interval(0.0, 1 - bound)
+        num_groups = len(_group_sums(values_Q, groups_Q)[0])
+        limit = ((1 - _CONFIDENCE) / 2) ** (1 / num_groups)
+        return Interval(limit, 1.0) if share else Interval(0.0, 1 - limit)
     low, high = cluster_interval(values_Q, groups_Q, seed, num)
     return Interval(max(low, 0.0), min(high, 1.0))
 
@@ -173,10 +173,10 @@ def holm(ps: Sequence[float]) -> list[float]:
     """Adjust the p-values of a family of tests by Holm's method (1979): with each below 0.05, the probability that any
     true hypothesis is among those rejected is below 0.05, however the tests depend on each other."""
     order = np.argsort(ps, kind="stable")
-    scaled = np.asarray(ps, np.float64)[order] * np.arange(len(ps), 0, -1)
-    adjusted = np.empty(len(ps))
-    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
-    return adjusted.tolist()
+    products = np.asarray(ps, np.float64)[order] * np.arange(len(ps), 0, -1)
+    results = np.empty(len(ps))
+    results[order] = np.minimum(np.maximum.accumulate(products), 1.0)
+    return results.tolist()
 
 
 def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, FloatArray]:

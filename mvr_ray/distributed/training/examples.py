@@ -18,7 +18,7 @@ from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus, question_digest
 from mvr_ray.store.questions import read_questions
-from mvr_ray.store.sampling import hash_rank
+from mvr_ray.store.sampling import draw, hash_rank
 from mvr_ray.types import IntArray, Passage, Question
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,8 @@ class DevSet(NamedTuple):
 
 
 def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
-    """Read dev questions in stored order up to `DEV_PASSAGES` positives; None without a configured set."""
+    """Read the dev questions of at most `DEV_PASSAGES` positives, drawn by a stable hash, as the first ones would be of
+    few articles; in stored order. None without a configured set."""
     if cfg.dev_questions is None:
         return None
     pairs = _with_passages(corpus, read_questions(corpus, cfg.dev_questions))
@@ -229,7 +230,9 @@ def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
         raise DataError(
             f"no question of train.dev_questions {cfg.dev_questions!r} has a positive passage in the corpus"
         )
-    passages = list({passage.id: passage for _, passage in pairs}.values())[:DEV_PASSAGES]
+    positives_of = {passage.id: passage for _, passage in pairs}
+    names = draw(positives_of, DEV_PASSAGES, "dev")
+    passages = [passage for name, passage in positives_of.items() if name in names]
     row_of = {passage.id: row for row, passage in enumerate(passages)}
     own_questions = [question for question, passage in pairs if passage.id in row_of]
     gold_QP = np.zeros((len(own_questions), len(passages)), bool)

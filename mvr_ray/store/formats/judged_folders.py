@@ -1,7 +1,8 @@
 """Read folders of passages, queries and judgements, as BEIR and MS MARCO publish them.
 
 The judgements are held in memory; passages and queries are streamed. Queries without a relevant passage in the split
-are left out, as BEIR does. Every file may be plain or compressed by gzip.
+are left out; BEIR and trec_eval count one that is judged, by grades below 1 alone, as 0. Every file may be plain or
+compressed by gzip.
 
 In BEIR, a document without text but with a title has its title as text. What else a document has are its extras, the
 members of its `metadata` among them. A row of MS MARCO's collection is `id text`, or of documents `id url title text`;
@@ -49,13 +50,15 @@ class JudgedFolder(NamedTuple):
                 yield row
                 continue
             id_, text = row.values
-            grades = {passage: grade for passage, grade in judgements.get(str(id_), {}).items() if grade > 0}
+            own = judgements.get(str(id_), {})
+            grades = {passage: grade for passage, grade in own.items() if grade > 0}
             if grades:
                 yield question_record(
                     id_, text, row.where, positive_ids=list(grades), positive_grades=tuple(grades.values())
                 )
             else:
-                yield DroppedRow(row.where, f"query without a relevant {self.passage_noun} in this split")
+                why = "judged, none relevant: BEIR counts it as 0" if own else "not judged"
+                yield DroppedRow(row.where, f"query without a relevant {self.passage_noun} in this split ({why})")
 
     def _file(self, folder: Path, name: str) -> Path:
         if files := _present(folder, name):
