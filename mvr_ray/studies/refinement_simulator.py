@@ -12,9 +12,9 @@ Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labe
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -88,14 +88,15 @@ class Hubs(NamedTuple):
 
 class SetAccuracy(NamedTuple):
     """Top-k accuracies (shares) of one set after one round, and the ranks of each question's first answer-bearing and
-    first gold passage, from 0; -1: not among the hits."""
+    first gold passage, from 0; -1: not among the hits; None: the question has no answers, or no gold passages, and is
+    in no accuracy."""
 
     questions: str
     answer: dict[int, float]
     gold: dict[int, float]
     hubs: Hubs
-    answer_ranks: list[int]
-    gold_ranks: list[int]
+    answer_ranks: list[int | None]
+    gold_ranks: list[int | None]
 
 
 class Round(NamedTuple):
@@ -254,12 +255,18 @@ class RefinementSimulator:
         answer_Q, gold_Q = first_ranks(bears_QK), first_ranks(gold_QK)
         return SetAccuracy(
             questions.name,
-            top_k_accuracy(answer_Q, ks),
-            top_k_accuracy(gold_Q, ks),
+            _accuracy(answer_Q, questions.answers_Q, ks),
+            _accuracy(gold_Q, questions.gold_Q, ks),
             count_hubs(passage_QK, bears_QK | gold_QK, len(self.block.ids)),
-            answer_Q.tolist(),
-            gold_Q.tolist(),
+            [rank if answers else None for rank, answers in zip(answer_Q.tolist(), questions.answers_Q)],
+            [rank if gold else None for rank, gold in zip(gold_Q.tolist(), questions.gold_Q)],
         )
+
+
+def _accuracy(ranks_Q: IntArray, labels_Q: Sequence[Collection[Any]], ks: Sequence[int]) -> dict[int, float]:
+    """Compute the accuracy of the questions that have labels, as `refine` and `evaluate` do; 0 without one."""
+    rows = [row for row, labels in enumerate(labels_Q) if labels]
+    return top_k_accuracy(ranks_Q[rows], ks) if rows else dict.fromkeys(ks, 0.0)
 
 
 def _move(

@@ -59,18 +59,26 @@ def _by_set(state: Report) -> Accuracies:
 
 
 def _hits(accuracy: Report, kind: str = "answer", k: int = 1) -> FloatArray:
-    return hit_within(np.asarray(accuracy[f"{kind}_ranks"], np.int64), k)
+    """Return whether the first k hits hold one, of the questions with labels of this kind."""
+    return hit_within(np.array([rank for rank in accuracy[f"{kind}_ranks"] if rank is not None], np.int64), k)
+
+
+def _labelled_articles(accuracy: Report, articles: Sequence[str], kind: str = "answer") -> list[str]:
+    """Return the articles of the questions of `_hits`."""
+    return [article for article, rank in zip(articles, accuracy[f"{kind}_ranks"], strict=True) if rank is not None]
 
 
 def _change(after: Report, before: Report, articles: Sequence[str]) -> Difference | None:
     """Compute the change of a set's top-1 by answers between two rounds; None of a round and itself."""
-    return None if after is before else difference(_hits(after), _hits(before), articles)
+    own_articles = _labelled_articles(after, articles)
+    return None if after is before or not own_articles else difference(_hits(after), _hits(before), own_articles)
 
 
 def _set_sizes(results: Sequence[VariantResult]) -> dict[str, int]:
-    """Return the number of questions of each set, in the order of `_articles`."""
+    """Return the number of questions with answers of each set, in the order of `_articles`."""
     for _, report in stage_reports(results, "refinement_grid"):
-        return {name: len(articles) for name, articles in _articles(report).items()}
+        start = _by_set(report["tried"][0]["rounds"][0])
+        return {name: len(_hits(start[name])) for name in _articles(report)}
     return {}
 
 
@@ -92,8 +100,9 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
         row = dict(result.head)
         for name, size in sizes.items():
             hits_Q, head = _hits(result.after[name]), f"{name} (n {size})"
-            interval = share_interval(hits_Q, result.articles[name])
-            row |= {f"{head} answer": Cell(float(hits_Q.mean()), *interval)}
+            own_articles = _labelled_articles(result.after[name], result.articles[name])
+            cell = Cell(float(hits_Q.mean()), *share_interval(hits_Q, own_articles)) if own_articles else None
+            row |= {f"{head} answer": cell}
             row |= {f"{head} gold": percent(result.after[name]["gold"]["1"])}
         for name in heldout_sets:
             row[f"{name} change, p"] = _change(result.after[name], result.before[name], result.articles[name])
@@ -137,8 +146,10 @@ def depth_table(results: Sequence[VariantResult]) -> Table | None:
         for column, (questions, kind) in columns.items():
             after, before = result.after[questions], result.before[questions]
             row[column] = _shares([after[kind][k] for k in ks])
-            pairs = [[_hits(one, kind, int(k)) for one in (after, before)] for k in ks if after is not before]
-            ps = [paired_test(after_Q, before_Q, result.articles[questions]) for after_Q, before_Q in pairs]
+            articles = _labelled_articles(after, result.articles[questions], kind)
+            has_test = after is not before and articles
+            pairs = [[_hits(one, kind, int(k)) for one in (after, before)] for k in ks if has_test]
+            ps = [paired_test(after_Q, before_Q, articles) for after_Q, before_Q in pairs]
             row[f"{column}, p"] = " / ".join(f"{p:.2g}" for p in ps)
         rows.append(row)
     sizes = ", ".join(f"{name}: n {n}" for name, n in _set_sizes(results).items() if name in sets)

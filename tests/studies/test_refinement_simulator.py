@@ -44,6 +44,10 @@ def test_answers_that_are_patterns_are_found_as_by_an_independent_search():
     questions = LabelledQuestions(
         "years", unit((2, D), np.random.default_rng(2)), [[answer] for answer in answers], [set(), set()]
     )
+    half = questions._replace(name="half", answers_Q=[[r"19(75|76|77)"], []], gold_Q=[set(), {1}])
+    accuracy = simulator._measure(half, np.tile(np.arange(3), (2, 1)), (1,))
+    assert (accuracy.answer[1], accuracy.answer_ranks) == (1.0, [0, None]), "a question without answers is no miss"
+    assert (accuracy.gold[1], accuracy.gold_ranks) == (0.0, [None, 1])
     marks_QP = simulator.bears_answer(questions, np.tile(np.arange(3), (2, 1)))
     assert marks_QP.tolist() == [[re.search(answer, text) is not None for text in texts] for answer in answers]
 
