@@ -199,6 +199,11 @@ def staged_carried(index: str, key: str, shard: int) -> str:
     return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 
+def staged_originals(index: str, key: str, shard: int, digest: str) -> str:
+    """Embeddings of the passages of one part that others equal; `digest` is that of their ids."""
+    return f"indexes/{index}/staging/{key}/originals-{shard:05d}-{digest}.arrow"
+
+
 def staged_marker(index: str, key: str) -> str:
     """Empty file, written again and again while a command makes this work."""
     return f"indexes/{index}/staging/{key}/running"

@@ -146,6 +146,17 @@ def test_what_an_update_reads_of_older_versions_and_sends_to_tasks_does_not_grow
     assert Counter(name for name, _ in sent)["carry_shard"] == num_shards
 
 
+def test_a_chunk_is_read_once_for_all_copies_of_its_passages(run_over, served: ServedStore, tmp_path: Path):
+    texts = {f"p{number:02d}": f"Text {number}." for number in range(20)}
+    texts |= {f"q{number:02d}": "Text 0." for number in range(20)}
+    run = prepared_run(run_over, served.store, tmp_path, texts, 4)
+    assert build_index.index(run).metrics["encoded"] == 20
+    assert len({shard_of(name, 4) for name in texts if name[0] == "q"}) > 2
+    gets = Counter(request.path for request in served.requests if request.method == "GET")
+    chunks = [count for path, count in gets.items() if "/chunk-" in path]
+    assert sorted(chunks) == [1] * (len(chunks) - 1) + [2], "by the build of its shard, and for all copies"
+
+
 def test_plans_are_read_side_by_side_and_one_request_finds_that_there_is_none(
     run_over, served: ServedStore, tmp_path: Path, monkeypatch
 ):

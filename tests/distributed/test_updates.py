@@ -437,6 +437,32 @@ def test_equal_passages_are_encoded_once_and_each_has_the_embedding(run_over, fi
     assert manifest.verify(store, version).problems == []
 
 
+def test_damaged_embeddings_of_equal_passages_are_gathered_again(run_over, first_store, tmp_path, monkeypatch):
+    root = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent
+    store, run, drafts = Store(str(root)), own_run(run_over, root, 3), list[Manifest]()
+    write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number % 7 for number in range(20)})
+    prepare(run.prepare, store)
+
+    def stop(_: Store, version: Manifest) -> None:
+        drafts.append(version)
+        raise StorageError("stopped before it is published")
+
+    for damage in (None, flip_byte, Path.unlink):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "publish", stop)
+            with pytest.raises(StorageError, match="stopped before"):
+                build_index.index(run)
+        files = [*root.rglob("originals-*.arrow")]
+        assert files and drafts[-1].shards == drafts[0].shards
+        for file in root.rglob("built-*.json"):
+            file.unlink()
+        if damage:
+            damage(files[0])
+    version = build_index.index(run)
+    assert (version.shards, version.metrics["encoded"]) == (drafts[0].shards, 7)
+    assert manifest.verify(store, version).problems == []
+
+
 def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(first_store, run_over, tmp_path):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)

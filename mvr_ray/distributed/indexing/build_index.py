@@ -1,7 +1,8 @@
 """Build an index version from a corpus and an encoder, and publish it.
 
-    carry over -> find copies -> encode -> one build task a shard (write its changes beside an earlier shard, or merge
-    carried-over embeddings and chunks; build its index, name it by content) -> measure -> publish
+    carry over -> find copies -> encode -> gather the originals of copies -> one build task a shard (write its changes
+    beside an earlier shard, or merge carried-over embeddings and chunks; build its index and measure it, name it by
+    content) -> publish
 
 A built shard has a note in the staging folder. A shard of an earlier version with the same passages and settings is
 reused, and so are the embeddings of single passages (`carry_over`); so the same command resumes after any crash and
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mvr_ray.checksums import without_trailer
+from mvr_ray.checksums import add_trailer, without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed.cluster import session
-from mvr_ray.distributed.cluster.tasks import run_tasks
+from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.indexing.carry_over import (
     carry_over,
@@ -155,7 +156,8 @@ def _build(
         else:
             find_copies(task, corpus, missing, progress)
             encode_corpus(task, corpus, missing, resources, progress)
-        calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
+        originals = share(stage_originals(task, corpus, others, progress))
+        calls = [(task, shard, reusable.get(shard), cfg, originals) for shard in range(corpus.num_shards)]
         vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]
         memory = shards.builder_memory(draft, [0 if shard in reusable else num for shard, num in enumerate(vectors)])
         what = "building the index"
@@ -304,8 +306,11 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 
 
-def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
-    """Build one shard from its staged work, or reuse the given or noted one, which is measured unless it was before."""
+def build_one(
+    task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig, originals: Mapping[int, str]
+) -> BuiltShard:
+    """Build one shard from its staged work, or reuse the given or noted one, which is measured unless it was before.
+    `originals` are the files of `stage_originals`."""
     store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
     earlier = (
         shards.read_measurements(store, draft, reusable) if reusable else shards.read_note(store, draft.index, note)
@@ -322,7 +327,7 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     unread_counts: list[UnreadCounts] = []
     with shards.shard_folder(store) as folder:
         try:
-            known_files = _write_embeddings(store, task, shard, folder, cfg, unread_counts)
+            known_files = _write_embeddings(store, task, shard, folder, cfg, originals, unread_counts)
         except RowsLostError as error:  # as where a faster command over the same corpus removes a plan
             raise task.discard(store, shard, error) from error
         if params.kind != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
@@ -355,7 +360,13 @@ def _measure_views(folder: Path) -> dict[str, Any]:
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig, unread_counts: list[UnreadCounts]
+    store: Store,
+    task: EncodeTask,
+    shard: int,
+    folder: Path,
+    cfg: IndexConfig,
+    originals: Mapping[int, str],
+    unread_counts: list[UnreadCounts],
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
@@ -365,7 +376,7 @@ def _write_embeddings(
     and updated, unless its recall would be below the earlier version's promise.
     """
     corpus, plan = task.open_corpus(), task.plan(store, shard)
-    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard, unread_counts), {}
+    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard, originals, unread_counts), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
         return known_files
@@ -427,7 +438,12 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 
 
 def _embedded_blocks(
-    store: Store, task: EncodeTask, corpus: Corpus, shard: int, unread_counts: list[UnreadCounts]
+    store: Store,
+    task: EncodeTask,
+    corpus: Corpus,
+    shard: int,
+    originals: Mapping[int, str],
+    unread_counts: list[UnreadCounts],
 ) -> Iterator[EmbeddingBlock]:
     """Yield a shard's encoded, carried-over and copied embeddings, in order of id; one chunk at a time is in memory."""
     plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard, unread_counts)
@@ -435,7 +451,7 @@ def _embedded_blocks(
         yield from chunks
         return
     others = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else []
-    others += _copied_blocks(store, task, corpus, shard)
+    others += _copied_blocks(store, task, corpus, shard, originals)
     ids = corpus.part(shard).ids()
     encoded_ids = {ids[row] for row in plan.rows_to_encode(len(ids))}  # given vectors replace those carried over
     places = (BlockRow(name, at, row) for at, block in enumerate(others) for row, name in enumerate(block.ids))
@@ -451,26 +467,59 @@ def _embedded_blocks(
     yield from shards.gather_batches(others, rows[start:])
 
 
-def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    """Copy embeddings of equal passages from the chunks that hold the originals."""
+def _copied_blocks(
+    store: Store, task: EncodeTask, corpus: Corpus, shard: int, originals: Mapping[int, str]
+) -> Iterator[EmbeddingBlock]:
+    """Copy embeddings of equal passages from the staged originals."""
     own_ids, copies = corpus.part(shard).ids(), task.plan(store, shard).copies or {}
     copies_of: dict[int, dict[str, list[str]]] = {}
     for row, original in copies.items():
         ids_of = copies_of.setdefault(shard_of(original, corpus.num_shards), {})
         ids_of.setdefault(original, []).append(own_ids[row])
     for number, copy_ids in sorted(copies_of.items()):
-        ids = corpus.part(number).ids()
-        rows = task.plan(store, number).rows_to_encode(len(ids))
-        places = [place for place, row in enumerate(rows) if ids[row] in copy_ids]
-        if len(places) < len(copy_ids):
+        path, num_found = originals.get(number), 0
+        for block in _open_staged(store, task, number, path).blocks() if path else ():
+            pairs = [(row, copy_ids[name]) for row, name in enumerate(block.ids) if name in copy_ids]
+            num_found += len(pairs)
+            if pairs:
+                yield gather_rows([block], [BlockRow(copy, 0, row) for row, names in pairs for copy in names])
+        if num_found < len(copy_ids):
+            if path:
+                store.delete(path)
             raise task.discard(store, shard, StagingError("the original of a copied passage is no longer encoded"))
-        for chunk in chunks_of(task, corpus, number):
-            if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
-                for block in _open_staged(store, task, number, task.chunk_path(chunk)).blocks():
-                    pairs = ((row, copy_ids.get(name, ())) for row, name in enumerate(block.ids))
-                    rows_of_copies = [BlockRow(copy, 0, row) for row, names in pairs for copy in names]
-                    if rows_of_copies:
-                        yield gather_rows([block], rows_of_copies)
+
+
+def stage_originals(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress) -> dict[int, str]:
+    """Write the encoded passages that those of these shards equal to one file for each shard that holds some, so that
+    each of its chunks is read once for all copies. Returns the files by number of the shard."""
+    store = corpus.store
+    copied_ids = {name for plan in task.plans(store, shards) for name in (plan.copies or {}).values()}
+    ids_of = {number: sorted(ids) for number, ids in ids_by_shard(copied_ids, corpus.num_shards).items()}
+    files = {number: task.originals_path(number, ids) for number, ids in ids_of.items()}
+    names = {*store.list(paths.staging_dir(task.draft.index, task.key))} if files else ()
+    missing = [number for number, path in files.items() if path.rpartition("/")[2] not in names]
+    calls, what = [(task, number, ids_of[number]) for number in missing], "gather embeddings of equal passages, shards"
+    run_tasks(write_originals, calls, "gathering embeddings of equal passages", what, progress)
+    return files
+
+
+def write_originals(task: EncodeTask, shard: int, ids: Sequence[str]) -> None:
+    """Write the embeddings of these passages of a shard, as far as it has them encoded, from its chunks."""
+    store, corpus = Store(task.store), task.open_corpus()
+    part, own_ids = corpus.part(shard), {*ids}
+    rows = task.plan(store, shard).rows_to_encode(len(part))
+    places = sorted(bisect_left(rows, part.row(name)) for name in ids)
+    with store.scratch() as folder:
+        file = folder / "originals.arrow"
+        with task.embedding_writer(file) as writer:
+            for chunk in chunks_of(task, corpus, shard):
+                if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
+                    for block in _open_staged(store, task, shard, task.chunk_path(chunk)).blocks():
+                        found = [BlockRow(name, 0, row) for row, name in enumerate(block.ids) if name in own_ids]
+                        if found:
+                            writer.write(gather_rows([block], found))
+        add_trailer(file)
+        store.put_file(file, task.originals_path(shard, ids))
 
 
 def _encoded_chunks(
@@ -504,7 +553,7 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         if path == task.carried_path(shard):
             raise task.discard(store, shard, error) from error
         store.delete(path)
-        raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
+        raise StagingError(f"a staged file is removed ({error}); run the same command again, it makes it") from error
 
 
 def _complete_draft(

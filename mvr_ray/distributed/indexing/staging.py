@@ -98,6 +98,9 @@ class EncodeTask(NamedTuple):
     def carried_path(self, shard: int) -> str:
         return paths.staged_carried(self.draft.index, self.key, shard)
 
+    def originals_path(self, shard: int, ids: Sequence[str]) -> str:
+        return paths.staged_originals(self.draft.index, self.key, shard, _digest([*ids]))
+
     def embedding_writer(self, path: Path, unread_counts: UnreadCounts = ALL_READ) -> EmbeddingWriter:
         draft = self.draft
         return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, unread_counts=unread_counts)
@@ -139,10 +142,11 @@ class EncodeTask(NamedTuple):
     def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
         """Remove staged files of a shard except its note, the plan last: chunks without a plan would count as those of
         a shard that is encoded whole. Returns the error to raise."""
-        folder, start = paths.staging_dir(self.draft.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
-        chunks = start.rpartition("/")[2].rpartition("-")[0]
+        folder = paths.staging_dir(self.draft.index, self.key)
+        files = self.chunk_path(ChunkRange(shard, 0, 0)), self.originals_path(shard, ())
+        prefixes = tuple(path.rpartition("/")[2].rpartition("-")[0] + "-" for path in files)
         for name in store.list(folder):
-            if name.startswith(f"{chunks}-"):
+            if name.startswith(prefixes):
                 store.delete(f"{folder}/{name}")
         store.delete(self.carried_path(shard))
         store.delete(self.plan_path(shard))
