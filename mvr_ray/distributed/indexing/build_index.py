@@ -354,8 +354,8 @@ def build_one(
 def _measure_views(folder: Path) -> dict[str, Any]:
     """The measurements on the views of a shard in a folder, by their names in `BuiltShard`."""
     views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
-    pruned = folder / paths.PRUNED_JSON
-    pruning = json.loads(pruned.read_text()) if pruned.exists() else {}
+    file = folder / paths.PRUNED_JSON
+    pruning = json.loads(file.read_text()) if file.exists() else {}
     return {"pair_cosine": views.mean_pair_cosine, "lv": views.lv, **pruning}
 
 
@@ -515,9 +515,9 @@ def write_originals(task: EncodeTask, shard: int, ids: Sequence[str]) -> None:
             for chunk in chunks_of(task, corpus, shard):
                 if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
                     for block in _open_staged(store, task, shard, task.chunk_path(chunk)).blocks():
-                        found = [BlockRow(name, 0, row) for row, name in enumerate(block.ids) if name in own_ids]
-                        if found:
-                            writer.write(gather_rows([block], found))
+                        own = [BlockRow(name, 0, row) for row, name in enumerate(block.ids) if name in own_ids]
+                        if own:
+                            writer.write(gather_rows([block], own))
         add_trailer(file)
         store.put_file(file, task.originals_path(shard, ids))
 

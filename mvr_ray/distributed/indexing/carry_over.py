@@ -48,7 +48,7 @@ MAX_CONTENT_CHARS = 1 << 28
 """Characters of all contents that one pass over the earlier parts looks for: each of its tasks has them in memory."""
 Contents = frozenset[tuple[str, str]]
 """Titles and texts."""
-Found = Mapping[str, tuple[str, str]]
+Matches = Mapping[str, tuple[str, str]]
 """Some contents by their ids in one file of a part."""
 
 
@@ -111,8 +111,8 @@ def carry_over(
         what = "compare passages with earlier versions, shards"
         limited_calls = [(*call, MAX_CONTENT_CHARS // len(calls)) for call in calls]
         contents = run_tasks(changed_contents, limited_calls, "comparing passages", what, progress)
-    found = share(_find_in_parts(sources, frozenset().union(*contents), progress))
-    calls = [(*call, own, found) for call, own in zip(calls, contents)]
+    matches = share(_find_in_parts(sources, frozenset().union(*contents), progress))
+    calls = [(*call, own, matches) for call, own in zip(calls, contents)]
     what = "look for embeddings of earlier versions, shards"
     run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", what, progress)
     counts = count_passages(task, corpus, shards)
@@ -245,7 +245,7 @@ def changed_contents(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCor
 
 def _find_in_parts(
     sources: Sequence[EmbeddedCorpus], contents: Contents, progress: Progress
-) -> list[list[Found] | None]:
+) -> list[list[Matches] | None]:
     """Look for these contents in each file of the sources' parts, with a task for each part. Returns for each source
     what the files that have some of them have, in order; None if one cannot be read: the tasks of shards report it."""
 
@@ -265,22 +265,22 @@ def _find_in_parts(
     address = sources[0].store.address
     calls = [(address, [(name, file) for (name, _), file in own.items()], shared_contents) for own in files.values()]
     results = run_tasks(find_in_part, calls, "looking for texts in earlier versions", what, progress)
-    found = {key: one for own, result in zip(files.values(), results) for key, one in zip(own, result)}
+    matches = {key: one for own, result in zip(files.values(), results) for key, one in zip(own, result)}
 
-    def found_in(source: EmbeddedCorpus, parts: Sequence[PartInfo] | None) -> list[Found] | None:
-        own = [found[source.version.corpus, file.file] for part in parts or () for file in part.files]
+    def matches_in(source: EmbeddedCorpus, parts: Sequence[PartInfo] | None) -> list[Matches] | None:
+        own = [matches[source.version.corpus, file.file] for part in parts or () for file in part.files]
         readable = [one for one in own if one is not None]
         return None if parts is None or len(readable) < len(own) else [one for one in readable if one]
 
-    return [found_in(source, parts) for source, parts in zip(sources, parts_by_source)]
+    return [matches_in(source, parts) for source, parts in zip(sources, parts_by_source)]
 
 
-def find_in_part(address: str, files: Sequence[tuple[str, CorpusFile]], contents: Contents) -> Sequence[Found | None]:
+def find_in_part(address: str, files: Sequence[tuple[str, CorpusFile]], contents: Contents) -> Sequence[Matches | None]:
     """Find the ids of contents in these files of a part of several corpora, each with its corpus's name; None for one
     that cannot be read."""
     store = Store(address)
 
-    def find(own: tuple[str, CorpusFile]) -> Found | None:
+    def find(own: tuple[str, CorpusFile]) -> Matches | None:
         name, file = own
         with suppress(MissingInputError, StorageError):
             corpus = Corpus(store, CorpusInfo(name, "", 0, (), (), {}, {}))  # of any digest: a file's name is its own
@@ -295,9 +295,9 @@ def carry_shard(
     shard: int,
     sources: Sequence[EmbeddedCorpus],
     contents: Contents,
-    found: Sequence[list[Found] | None],
+    matches: Sequence[list[Matches] | None],
 ) -> None:
-    """Stage embeddings of one shard's passages from other shards, then the plan. `found` is where `contents` are in
+    """Stage embeddings of one shard's passages from other shards, then the plan. `matches` is where `contents` are in
     each source; other contents are looked for here."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
@@ -322,11 +322,11 @@ def carry_shard(
             deleted_ids, replaced_ids = _deleted_or_replaced(source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(source, sources, [*deleted_ids, *replaced_ids])
             plan = replace(plan, num_deleted=len(deleted_ids), num_unlearned=num_unlearned)
-    is_complete, own_found = all(passage[1:3] in contents for passage in remaining.values()), dict[str, Found]()
-    for source, source_found in zip(sources, found):
-        if remaining and not source.is_refined and (not is_complete or source_found is None or source_found):
-            source_found = source_found if is_complete else None
-            take(source, _ids_of_same_content(source, remaining, source_found, own_found))
+    is_complete, own_matches = all(passage[1:3] in contents for passage in remaining.values()), dict[str, Matches]()
+    for source, source_matches in zip(sources, matches):
+        if remaining and not source.is_refined and (not is_complete or source_matches is None or source_matches):
+            source_matches = source_matches if is_complete else None
+            take(source, _ids_of_same_content(source, remaining, source_matches, own_matches))
     if places:
         with store.scratch() as folder:
             file = folder / "carried.arrow"
@@ -446,13 +446,13 @@ def _blocks_with(source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator
 def _ids_of_same_content(
     source: EmbeddedCorpus,
     passages: Mapping[str, Passage],
-    found: Iterable[Found] | None,
-    found_by_file: dict[str, Found],
+    matches: Iterable[Matches] | None,
+    matches_by_file: dict[str, Matches],
 ) -> dict[str, list[str]]:
     """By their ids in the source, the ids of those of `passages` that have the same content there.
 
-    `found` is where their contents are in its files. Without it they are looked for in each file that `found_by_file`
-    lacks, which is added to it.
+    `matches` is where their contents are in its files. Without it they are looked for in each file that
+    `matches_by_file` lacks, which is added to it.
     """
     ids_of: dict[tuple[str, str], list[str]] = {}
     for passage in passages.values():
@@ -460,15 +460,15 @@ def _ids_of_same_content(
     ids_by_name: dict[str, list[str]] = {}
     all_contents = set(ids_of)
 
-    def find_in(corpus: Corpus) -> Iterator[Found]:
+    def find_in(corpus: Corpus) -> Iterator[Matches]:
         for number, file in ((number, file) for number, part in enumerate(corpus.info.parts) for file in part.files):
-            if file.file not in found_by_file:
-                found_by_file[file.file] = find_contents(corpus.open_file(f"part {number}", file), all_contents)
-            yield found_by_file[file.file]
+            if file.file not in matches_by_file:
+                matches_by_file[file.file] = find_contents(corpus.open_file(f"part {number}", file), all_contents)
+            yield matches_by_file[file.file]
 
     try:
         before = source.corpus()
-        for own in find_in(before) if found is None else found:
+        for own in find_in(before) if matches is None else matches:
             if not ids_of:
                 break
             if not (contents := {name: content for name, content in own.items() if content in ids_of}):
