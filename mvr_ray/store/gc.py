@@ -8,18 +8,23 @@ them, and a listed version that does not exist ends the collection.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, question_set, question_sets
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 KEPT_PUBLICATIONS = 100
 """Publications that stay, so that a publisher that was suspended for an hour finds no number of another one free."""
+SETS = "sets/"
+PATHS_A_LOOK = 100
+"""Paths that are deleted after one look for the versions that are there."""
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
@@ -55,13 +60,22 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         names for number, names in paths_of.items() if names and paths.manifest(index, number) not in removals
     ]
 
-    def is_removable(path: str) -> bool:
-        is_named = not path.startswith(f"{staging}/") and _is_named(store, index, path, paths_of)
-        return not is_named and _age_s(store, path) >= grace_s
+    def delete_batch(paths: Sequence[str]) -> list[str]:
+        # The versions are looked up right before the deletions. A path that none of them names is named by a later one
+        # only after a publisher has renewed its age (`manifest.publish`), which is compared right before its deletion.
+        names_now = _names_now(store, index, paths_of)
 
-    removals += _delete_each(store, sorted(listing.difference(*kept_names)), is_removable)
+        def is_removable(path: str) -> bool:
+            is_named = any(names is None or path in names for names in names_now)
+            return (path.startswith(f"{staging}/") or not is_named) and _age_s(store, path) >= grace_s
+
+        return _delete_each(store, paths, is_removable)
+
+    unnamed_paths = sorted(listing.difference(*kept_names))
+    for start in range(0, len(unnamed_paths), PATHS_A_LOOK):
+        removals += delete_batch(unnamed_paths[start : start + PATHS_A_LOOK])
     for name in sorted({one.corpus for one in versions.manifests.values()}):
-        removals += collect_corpus(store, name, grace_s=grace_s, index=index)
+        removals += collect_corpus(store, name, grace_s=grace_s, index=index, known_versions=versions.manifests)
     return [*removals, *store.delete_leftovers(grace_s)]
 
 
@@ -85,9 +99,15 @@ def _age_s(store: Store, path: str) -> float:
     return min(age_s, store.age_s(description)) if store.exists(description) else age_s
 
 
-def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str = "") -> list[str]:
+def collect_corpus(
+    store: Store,
+    name: str,
+    grace_s: float = GRACE_S,
+    index: str = "",
+    known_versions: Mapping[int, Manifest] = MappingProxyType({}),
+) -> list[str]:
     """Remove corpora of a name, at least `grace_s` old, except the last one and those that an index version names; if a
-    version cannot be read, remove nothing. Returns the removed paths.
+    version cannot be read, remove nothing. `known_versions` of `index` are not read again. Returns the removed paths.
 
     A younger file may belong to an unfinished update or index version.
     """
@@ -98,7 +118,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
 
     try:
         numbers = publications(store, name)
-        needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
+        needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index, known_versions)}
         others = (digest for digest in store.json_names(versions) if digest not in needed_digests)
         # opened, though they go: one that cannot be read, as of a newer program, ends the collection
         old_corpora = [Corpus.open(store, name, one) for one in others if is_old(paths.corpus_version(name, one))]
@@ -125,16 +145,25 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
 def _files_without_corpus(store: Store, name: str, needed_digests: set[str], grace_s: float) -> list[str]:
     """List the files of parts and question sets that are old by the listing and that no corpus of a name has."""
     files: set[str] = set()
-    for prefix, folder in (("", paths.corpus_dir(name)), ("sets/", paths.corpus_dir(name, "sets"))):
+    for prefix, folder in (("", paths.corpus_dir(name)), (SETS, paths.corpus_dir(name, "sets"))):
         with contextlib.suppress(MissingInputError):  # a corpus without question sets
             listing, now_s = store.stored_files(folder), time.time()
             own = (file.name for file in listing if max(0.0, now_s - file.changed_s) >= grace_s)
             files |= {f"{prefix}{file}" for file in own if file.endswith(".arrow")}
     files -= _file_names(Corpus.open(store, name))
     if files:  # else the other corpora, of which each update makes one, need not be read
-        digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-        for digest in digests.union(store.json_names(paths.corpus_dir(name, "versions"))):
-            files -= _file_names(Corpus.open(store, name, digest))
+        digests = {*store.json_names(paths.corpus_dir(name, "versions"))}
+        others = needed_digests - digests
+        digests |= {digest for digest in others if store.exists(paths.corpus_version(name, digest))}
+
+        def part_names(digest: str) -> set[str]:
+            return {file.file for file in Corpus.open(store, name, digest).info.part_files}
+
+        files = files.difference(*store.for_each(part_names, digests))
+        if any(file.startswith(SETS) for file in files):
+            files = files.difference(
+                *store.for_each(lambda digest: _file_names(Corpus.open(store, name, digest)), digests)
+            )
     return [f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)]
 
 
@@ -148,24 +177,27 @@ def _file_names(corpus: Corpus) -> set[str]:
     return names
 
 
-def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
-    """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any)
-    and those that are listed. Raises ManifestError for a version that cannot be read."""
+def _digests_named(store: Store, corpus: str, index: str, known_versions: Mapping[int, Manifest]) -> set[str]:
+    """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any),
+    of which some are known, and those that are listed. Raises ManifestError for a version that cannot be read."""
     digests: set[str] = set()
     for one in {*store.list(paths.INDEXES), *([index] if index else [])}:
-        versions = manifest.read_versions(store, one, manifest.find_versions(store, one))
+        numbers = manifest.find_versions(store, one)
+        own = {number: known_versions[number] for number in numbers if one == index and number in known_versions}
+        versions = manifest.read_versions(store, one, [number for number in numbers if number not in own])
         for problem in versions.problems.values():
             raise ManifestError(problem)
-        digests |= {version.corpus_digest for version in versions.manifests.values() if version.corpus == corpus}
+        for version in (*own.values(), *versions.manifests.values()):
+            digests |= {version.corpus_digest} if version.corpus == corpus else set()
     return digests
 
 
-def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str] | None]) -> bool:
-    """Return whether a current version names the path, or may name it; `paths_of` caches the paths that versions name,
-    None for a version that cannot be read."""
+def _names_now(store: Store, index: str, paths_of: dict[int, set[str] | None]) -> list[set[str] | None]:
+    """Return the paths that each current version names, None for one that cannot be read and may name any; `paths_of`
+    caches them."""
     numbers = manifest.find_versions(store, index)
     paths_of |= _paths_of(manifest.read_versions(store, index, [one for one in numbers if one not in paths_of]))
-    return any(names is None or path in names for names in (paths_of.get(number, ()) for number in numbers))
+    return [paths_of[number] for number in numbers if number in paths_of]  # else it was deleted meanwhile
 
 
 def _paths_of(versions: manifest.Versions) -> dict[int, set[str] | None]:

@@ -180,6 +180,48 @@ def test_versions_are_looked_up_again_only_for_what_no_kept_version_names(tmp_pa
     assert looks[0] == looks[1]
 
 
+def test_what_is_published_while_a_batch_of_paths_is_deleted_stays(tmp_path: Path, monkeypatch):
+    store, delete_dir = Store(tmp_path / "store"), Store.delete_dir
+    manifest.publish(store, describe([make_shard(store, tmp_path / "live", b"live")]))
+    shards = {one.digest: one for one in (make_shard(store, tmp_path / f"{n}", b"%d" % n) for n in range(4))}
+    make_old(tmp_path / "store")
+
+    def publish_others(self: Store, path: str) -> None:
+        delete_dir(self, path)
+        shards.pop(Path(path).name)
+        if len(shards) == 2:
+            manifest.publish(self, describe([*shards.values()], parent=1))
+
+    monkeypatch.setattr(Store, "delete_dir", publish_others)
+    assert len(collect(store, "i", keep=1, grace_s=3600)) == 2
+    assert manifest.verify(store, manifest.read(store, "i", 2)).problems == []
+
+
+def test_a_collection_reads_each_kept_version_once_and_asks_seven_times_for_a_path_that_it_removes(
+    tmp_path: Path, monkeypatch, s3_server
+):
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    local, num_kept, num_paths = Store(tmp_path / "store"), 20, 40
+    for number in range(num_kept + 4):  # step 4 removes three versions
+        make_step(local, number, tmp_path)
+    for number in range(num_paths):
+        make_shard(local, tmp_path / f"unnamed-{number}", b"unnamed", number)
+    calls = list[str]()
+    with s3_server.serve() as root:
+        store = Store(root)
+        for file in (tmp_path / "store").rglob("*"):
+            if file.is_file():
+                store.write_bytes(file.relative_to(tmp_path / "store").as_posix(), file.read_bytes())
+        for name in ("head", "get", "put", "list", "list_with_delimiter", "delete", "copy"):
+            call = getattr(objects.obstore, name)
+            count = lambda *own, call=call, name=name: (calls.append(f"{name} {own[1]}"), call(*own))[1]  # noqa: E731
+            monkeypatch.setattr(objects.obstore, name, count)
+        assert len(removals := collect(store, "i", num_kept, grace_s=0)) >= num_paths
+    reads = [call for call in calls if call.startswith("get") and "/versions/" in call and "indexes/" in call]
+    assert len(reads) == len({*reads}) == num_kept + 1
+    assert len(calls) < 10 * num_kept + 7 * len(removals), "each corpus here has a question set of its own"
+
+
 def test_versions_that_a_list_lacks_are_found_by_name(tmp_path: Path):
     class StoreThatForgets(Store):
         def list(self, path: str) -> list[str]:
