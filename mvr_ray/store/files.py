@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -55,7 +56,8 @@ _JOB_FOLDERS = "working_dir_files"
 
 T = TypeVar("T")
 R = TypeVar("R")
-_DIGESTS: dict[tuple[int, int, int, int], tuple[str, int]] = {}
+_DIGESTS = OrderedDict[tuple[int, int, int, int], tuple[str, int]]()
+"""The digest asked for last is at the end."""
 _SYNCED: dict[Path, tuple[int, int]] = {}
 """The folders whose names this process has synced, with device and inode: a new folder of a name is synced again."""
 
@@ -113,6 +115,8 @@ class Store:
         with self._input(path):
             if self._objects:
                 return self._objects.read(_check_path(path), max_bytes)
+            if max_bytes is None:
+                return self._local(path).read_bytes()
             with self._local(path).open("rb") as file:
                 return file.read(max_bytes)
 
@@ -536,12 +540,14 @@ def cached_sha256_of(path: Path, expected: str = "") -> str:
     key = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
     digest, inode_ns = _DIGESTS.get(key, ("", 0))
     if digest and (expected in ("", digest) or inode_ns == stat.st_ctime_ns):
+        with contextlib.suppress(KeyError):  # dropped meanwhile
+            _DIGESTS.move_to_end(key)
         return digest
     digest = sha256_of(path)
     settled_ns = time.time_ns() - SETTLED_NS
     if stat.st_mtime_ns < settled_ns:
         while len(_DIGESTS) >= MAX_DIGESTS:
-            _DIGESTS.pop(next(iter(_DIGESTS)), None)
+            _DIGESTS.popitem(last=False)
         _DIGESTS[key] = digest, stat.st_ctime_ns if stat.st_ctime_ns < settled_ns else 0
     return digest
 

@@ -41,7 +41,15 @@ from mvr_ray.store.corpus import (
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader, read_fields
-from mvr_ray.store.files import Store, address_name, copy_name, local_copy, name_address, sha256_of
+from mvr_ray.store.files import (
+    REQUESTS_AT_ONCE,
+    Store,
+    address_name,
+    copy_name,
+    local_copy,
+    name_address,
+    sha256_of,
+)
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
@@ -550,17 +558,27 @@ def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
 
 def _write_parts(parent: Corpus, by_shard: Mapping[int, Changes[Passage]], progress: Progress) -> list[PartInfo]:
     """Write the parts that change; returns all parts."""
-    parts = list(parent.info.parts)
-    with parent.store.scratch() as folder:
-        for count, shard in enumerate(sorted(by_shard), 1):
-            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
-            progress("parts written", count, len(by_shard))
+    parts, shards, store = list(parent.info.parts), sorted(by_shard), parent.store
+    with store.scratch() as folder:
+
+        def put(shard: int) -> None:
+            if (file := folder / f"{shard}.arrow").exists():
+                store.put_file(file, f"{paths.corpus_dir(parent.name)}/{parts[shard].files[-1].file}")
+
+        for start in range(0, len(shards), REQUESTS_AT_ONCE):  # written one by one: a whole part may need much memory
+            batch = shards[start : start + REQUESTS_AT_ONCE]
+            for shard in batch:
+                parts[shard] = _write_part(parent, shard, by_shard[shard], folder / f"{shard}.arrow")
+            store.for_each(put, batch)
+            for count in range(start, start + len(batch)):
+                progress("parts written", count + 1, len(shards))
     return parts
 
 
-def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:
-    """Write the changes of one part beside its files, or the part whole if they are too many. Either file is
-    named by its content. Files of changes that are about as small are written again with these (`num_kept`)."""
+def _write_part(parent: Corpus, shard: int, own: Changes[Passage], file: Path) -> PartInfo:
+    """Write to `file` the changes of one part, which go beside its files, or the part whole if they are too many; no
+    file if its earlier ones have the content. Either is named by its content. Files of changes that are about as small
+    are written again with these (`num_kept`)."""
     part, info = parent.part(shard), parent.info.parts[shard]
     files = part.read_changes()
     num_files = num_kept([len(file.ids()) for file in files], len(own.ids()))
@@ -573,7 +591,6 @@ def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path)
     ids = changed_ids(part.ids(), *own)
     if not passages and not deleted_ids:
         return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:num_files])
-    file = folder / "part.arrow"
     num_changes = len(Changes.join(files[:num_files]).ids().union(passages, deleted_ids))
     if is_delta := num_changes <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
         write_passages(file, passages.values(), parent.fields, deleted_ids)
@@ -586,8 +603,5 @@ def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path)
     digest, num_bytes = sha256_of(file), file.stat().st_size
     if is_delta:
         changes = ChangesInfo(paths.corpus_changes(shard, digest), num_bytes, digest)
-        new_info = dataclasses.replace(info, num_passages=len(ids), changes=(*info.changes[:num_files], changes))
-    else:
-        new_info = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
-    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new_info.files[-1].file}")
-    return new_info
+        return dataclasses.replace(info, num_passages=len(ids), changes=(*info.changes[:num_files], changes))
+    return PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)

@@ -366,7 +366,7 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
 
     sha256_of = files_module.sha256_of
     monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
-    monkeypatch.setattr(files_module, "_DIGESTS", {})
+    monkeypatch.setattr(files_module, "_DIGESTS", files_module.OrderedDict())
     monkeypatch.setattr(files_module, "SETTLED_NS", -1)
     for _ in range(5):
         other = Corpus.open(corpus.store, "corpus")

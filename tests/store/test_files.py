@@ -515,6 +515,19 @@ def test_an_address_of_a_file_is_a_folder_of_this_machine(tmp_path: Path):
             Store(address)
 
 
+def test_the_digest_of_a_file_that_is_asked_for_again_and_again_outlasts_those_of_many_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "MAX_DIGESTS", 4)
+    monkeypatch.setattr(files_module, "_DIGESTS", files_module.OrderedDict())
+    reads: list[str] = []
+    monkeypatch.setattr(files_module, "sha256_of", lambda path: (reads.append(path.name), sha256_of(path))[1])
+    for number in range(20):
+        for name in ("asked", f"{number}"):
+            (tmp_path / name).write_bytes(b"content")
+            os.utime(tmp_path / name, (1, 1))
+            cached_sha256_of(tmp_path / name)
+    assert reads.count("asked") == 1 and len(reads) == 21
+
+
 def test_the_first_bytes_of_a_file_are_read_alone(store: Store):
     store.write_bytes("file", b"0123456789")
     assert [store.read_bytes("file", size) for size in (1, 4, 10, 1 << 16)] == [b"0", b"0123", *[b"0123456789"] * 2]

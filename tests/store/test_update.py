@@ -687,6 +687,29 @@ def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_pat
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
 
 
+def test_files_of_parts_go_to_an_object_store_several_at_once(tmp_path: Path, write: Write, monkeypatch, s3_server):
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    both = Barrier(2)
+
+    def meet(moment: str, request: str) -> bool:
+        """Hold the first file of changes until that of another part arrives."""
+        if moment == "before" and ".changes.arrow" in request and not both.broken:
+            both.wait(10)
+        return True
+
+    with s3_server.serve(s3_server.Script([], [])._replace(hear=meet)) as root:
+        store = Store(root)
+        corpus = make_corpus(store, write, dict.fromkeys(NAMES, "one"), num_shards=2)
+        ids = [next(name for name in NAMES if shard_of(name, 2) == shard) for shard in range(2)]
+        steps: list[tuple[int, int]] = []
+        changes = str(write("changes.jsonl", lines(*(row(name, "two") for name in ids))))
+        update(CONFIG, store, changes, lambda what, *own: steps.append(own) if what == "parts written" else None)
+        assert not both.broken and steps == [(1, 2), (2, 2)]
+        now = Corpus.open(store, "corpus")
+        assert {one.id: one.text for one in now} == {name: "two" if name in ids else "one" for name in NAMES}
+        assert num_deltas(now) == 2 and now.digest != corpus.digest
+
+
 def test_a_publication_that_was_misread_is_not_published_again(tmp_path: Path, write: Write, monkeypatch):
     """An update whose files vanish while it is published brings the corpus before it back; whole, or not at all."""
     store = Store(tmp_path / "store")
