@@ -346,8 +346,9 @@ class Store:
                 folder.rmdir()
         return True
 
-    def delete_leftovers(self, min_age_s: float) -> Sequence[str]:
-        """Remove what killed processes left aside, if at least this old; returns the paths."""
+    def delete_leftovers(self, min_age_s: float, skip: str = "") -> Sequence[str]:
+        """Remove what killed processes left aside, if at least this old, but in the folder `skip`; returns the
+        paths."""
         if self._objects:
             with _storage_errors("list", self.name):
                 paths = self._objects.leftovers()
@@ -356,7 +357,7 @@ class Store:
             for folder, folders, files in os.walk(self._folder):
                 at = Path(folder).relative_to(self._folder)
                 paths += [(at / name).as_posix() for name in [*folders, *files] if ASIDE.fullmatch(name)]
-                folders[:] = [name for name in folders if not name.startswith(".")]
+                folders[:] = [name for name in folders if not name.startswith(".") and (at / name).as_posix() != skip]
         removals = [path for path in paths if self.age_s(path) >= min_age_s]
         for path in removals:
             is_folder = self.is_local and self._local(path).is_dir()

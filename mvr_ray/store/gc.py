@@ -27,14 +27,15 @@ PATHS_A_LOOK = 100
 """Paths that are deleted after one look for the versions that are there."""
 
 
-def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
+def collect(store: Store, index: str, keep: int, grace_s: float, *, skips_runs: bool = False) -> list[str]:
     """Remove all but the newest `keep` versions, if another one replaced them at least `grace_s` ago, and what no
     remaining version names, if at least so old.
 
     Also removes unfinished work of that age, corpora that no version names and that are not the last of `prepare`, and
     what killed processes left aside anywhere in the store. A version that this program cannot read stays, beside `keep`
-    others, and may name anything: no shard, query or lexical file and no corpus is then removed. Returns the removed
-    paths.
+    others, and may name anything: no shard, query or lexical file and no corpus is then removed. With `skips_runs`,
+    what was left aside in the folders of runs stays: nothing deletes these, and there may be a hundred thousand.
+    Returns the removed paths.
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
@@ -76,7 +77,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         removals += delete_batch(unnamed_paths[start : start + PATHS_A_LOOK])
     for name in sorted({one.corpus for one in versions.manifests.values()}):
         removals += collect_corpus(store, name, grace_s=grace_s, index=index, known_versions=versions.manifests)
-    return [*removals, *store.delete_leftovers(grace_s)]
+    return [*removals, *store.delete_leftovers(grace_s, paths.RUNS if skips_runs else "")]
 
 
 def _delete_each(store: Store, paths: Sequence[str], is_removable: Callable[[str], bool]) -> list[str]:

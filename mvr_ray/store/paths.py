@@ -44,6 +44,7 @@ CHANGES = "changes.arrow"
 SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 ENCODER_JSON = "encoder.json"
+RUNS = "runs"
 SHARED_QUESTIONS = "questions"
 """Folder of the sets that programs before corpus versions stored, for any corpus."""
 
@@ -241,4 +242,4 @@ def study_report_dir(study: str, size: str) -> str:
 
 
 def run_dir(stamp: str, stage: str) -> str:
-    return f"runs/{stamp}-{stage}"
+    return f"{RUNS}/{stamp}-{stage}"

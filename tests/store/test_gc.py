@@ -222,6 +222,19 @@ def test_a_collection_reads_each_kept_version_once_and_asks_seven_times_for_a_pa
     assert len(calls) < 10 * num_kept + 7 * len(removals), "each corpus here has a question set of its own"
 
 
+def test_what_was_left_aside_in_runs_is_looked_for_only_where_they_are_not_skipped(tmp_path: Path, monkeypatch):
+    store, scans, scandir = Store(tmp_path / "store"), list[str](), os.scandir
+    manifest.publish(store, describe([make_shard(store, tmp_path / "live", b"live")]))
+    for number in range(300):
+        (tmp_path / "store" / paths.run_dir(f"{number}", "index")).mkdir(parents=True)
+    leftovers = [f"{folder}/.report.json.{'0e' * 16}.tmp" for folder in ("models", paths.run_dir("7", "index"))]
+    for path in leftovers:
+        store.write_bytes(path, b"x")
+    monkeypatch.setattr(os, "scandir", lambda path: (scans.append(str(path)), scandir(path))[1])
+    assert collect(store, "i", keep=1, grace_s=0, skips_runs=True) == leftovers[:1] and len(scans) < 100
+    assert collect(store, "i", keep=1, grace_s=0) == leftovers[1:] and len(scans) > 300
+
+
 def test_versions_that_a_list_lacks_are_found_by_name(tmp_path: Path):
     class StoreThatForgets(Store):
         def list(self, path: str) -> list[str]:

@@ -166,7 +166,7 @@ class Follower:
                 hint = f"it is the row {place}: add a later change file with a text of it, or with its deletion"
                 error.args = (f"{error}; {hint}",)
             raise
-        collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s)
+        collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s, skips_runs=True)
         self.report.version = version.version
         return version
 
