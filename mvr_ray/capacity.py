@@ -9,7 +9,8 @@
                                                                    CPU activations by `CPU_STEP`
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M moved or new views in fp32, and a second
                                                                    copy of their blocks as stored
-    words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus
+    words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus;
+                                                                   a task that writes them takes 3 x text
     searcher = its shards' files + (C x V + F) x D x (2 | 4)        kind flat, refined: a second copy of the C changed
                                                                    passages, if these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
@@ -61,6 +62,8 @@ POSTINGS_SHARE = 0.85
 """Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
 STATISTICS_BYTES = 216
 """Statistics of a corpus, times the root of its bytes (Heaps' law with an exponent of a half): 0.24 MB for the same."""
+WORDS_BUILDER_SHARE = 3.0
+"""Memory of what indexes the words of a shard, for a byte of its text: 2.6 over 15,300 paragraphs of SQuAD."""
 LOWERED_BYTES = {"fp32": 0, "bf16": 0, "int8": 1, "openvino-bf16": 2, "openvino": 4, "auto": 4}
 """Bytes of a parameter in the model of `index.precision`, beside fp32 weights, in a second snapshot; auto: at most."""
 FAISS_BLOCK = 32
@@ -139,6 +142,8 @@ class ShardSizes(NamedTuple):
     copied_bytes: int
     """Of the changed passages of a refined version, which a searcher holds once more."""
     words_bytes: int
+    words_builder_bytes: int
+    """Of the task that writes them, beside its process."""
     statistics_bytes: int
 
 
@@ -179,6 +184,7 @@ def _shard_sizes(
         refined_bytes,
         copied_bytes=num_changed and (num_changed * views + num_added) * vector_bytes,
         words_bytes=math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical,
+        words_builder_bytes=math.ceil(WORDS_BUILDER_SHARE * on_shard * passage_bytes) * run.index.lexical,
         statistics_bytes=math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical,
     )
 
@@ -231,6 +237,9 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
     if building := builder_bytes(run.index, shard.vectors, shard.dimension, on_gpu):
         note = "one shard's; as many run at once as the CPUs and the memory of the nodes allow"
         yield PlanLine("memory", "index builder", PROCESS_BYTES + building, 1, note)
+    if shard.words_builder_bytes:
+        note = "one shard's; as many run at once as the nodes have CPUs"
+        yield PlanLine("memory", "words builder", PROCESS_BYTES + shard.words_builder_bytes, 1, note)
     yield PlanLine("memory", "trainer", PROCESS_BYTES + train_bytes * (not gpu_trainer), trainers, "a worker")
     yield PlanLine("memory", "searcher", searcher_bytes, searchers, searcher_note)
     yield PlanLine("memory", "searcher, one more version", version_bytes, searchers, moving_note)

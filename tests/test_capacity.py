@@ -328,6 +328,8 @@ def test_words_are_planned_on_disk_and_in_searchers_where_they_are_indexed(squad
     lines = {line.what: line for line in words.lines}
     estimates = [lines[f"words, {name}"].bytes_all for name in ("postings", "statistics")]
     assert estimates == pytest.approx(sizes, rel=0.2)
+    assert lines["words builder"].bytes_each > lines["words, postings"].bytes_each + capacity.PROCESS_BYTES
+    assert "words builder" not in {line.what for line in none.lines}
     assert words.total("disk") >= none.total("disk") + sum(estimates)
     searcher = next(line for line in none.lines if (line.kind, line.what) == ("memory", "searcher"))
     assert lines["searcher"].bytes_each > searcher.bytes_each

@@ -26,10 +26,11 @@ import bisect
 import math
 import re
 import unicodedata
+from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +45,8 @@ from mvr_ray.types import FloatArray, IntArray, Passage
 
 K1, B = 0.9, 0.4
 _CACHED_WORDS = 4096
+_COUNTED_PASSAGES = 1000
+"""Passages that are cut into words at a time."""
 _WORD = re.compile(r"\b\w\w+\b")
 _OTHER = re.compile(
     r"[^\x00-\xac\xae-\u012f\u0131-\u02ff\u0375-\u0482\u1e00-\u1eff\u2000-\u200c\u2010-\u2029\u202f-\u205f\u2070-\u20cf"
@@ -169,9 +172,11 @@ class WordRule(NamedTuple):
         stem_of = dict(zip(unique, _stemmer(self.language).stemWords(unique)))
         return [[stem_of[word] for word in own] for own in words]
 
-    def count_words(self, passages: Sequence[Passage]) -> list[Counter[str]]:
-        """Count the words of each passage."""
-        return [Counter(words) for words in self.tokenize([indexed_text(passage) for passage in passages])]
+    def count_words(self, passages: Iterable[Passage]) -> Iterator[Counter[str]]:
+        """Count the words of each passage; the words of `_COUNTED_PASSAGES` passages at a time are in memory."""
+        texts = map(indexed_text, passages)
+        while batch := list(islice(texts, _COUNTED_PASSAGES)):
+            yield from map(Counter, self.tokenize(batch))
 
 
 ENGLISH = WordRule()
@@ -262,8 +267,9 @@ class Postings:
         return np.concatenate([score_P, *(own.scores(words, statistics) for own in self.changes)])[self.source_P]
 
 
-def write_postings(passages: Sequence[Passage], path: Path, rule: WordRule = ENGLISH) -> None:
-    """Write the postings of a shard's passages, in order of row. Same passages and rule, same bytes."""
+def write_postings(passages: Iterable[Passage], path: Path, rule: WordRule = ENGLISH) -> None:
+    """Write the postings of a shard's passages, in order of row. Same passages and rule, same bytes. Memory grows
+    with the postings (about 32 bytes each), not with texts and words."""
     _write(path, _POSTINGS, _postings_columns(passages, rule), rule)
 
 
@@ -275,20 +281,25 @@ def write_postings_changes(
     _write(path, _CHANGES, {**_postings_columns(passages, rule), "hidden": hidden_rows, "place": places}, rule)
 
 
-def _postings_columns(passages: Sequence[Passage], rule: WordRule) -> dict[str, Any]:
-    counts = rule.count_words(passages)
-    terms = sorted(set().union(*counts))
-    number_of = {term: number for number, term in enumerate(terms)}
-    rows_N = np.repeat(np.arange(len(counts)), [len(own) for own in counts])
-    terms_N = np.array([number_of[term] for own in counts for term in own], np.int64)
-    counts_N = np.array([count for own in counts for count in own.values()], np.int64)
-    order_N = np.lexsort((rows_N, terms_N))
+def _postings_columns(passages: Iterable[Passage], rule: WordRule) -> dict[str, Any]:
+    number_of: dict[str, int] = {}  # in order of occurrence
+    numbers, counts, sizes, lengths = (array("i") for _ in range(4))
+    for own in rule.count_words(passages):
+        numbers.extend(number_of.setdefault(term, len(number_of)) for term in own)
+        counts.extend(own.values())
+        sizes.append(len(own))
+        lengths.append(own.total())
+    terms = sorted(number_of)
+    place_of = np.empty(len(terms), np.int32)
+    place_of[[number_of[term] for term in terms]] = np.arange(len(terms))
+    terms_N = place_of[np.asarray(numbers)]
+    order_N = np.argsort(terms_N, kind="stable")
     return {
         "term": terms,
         "end": np.cumsum(np.bincount(terms_N, minlength=len(terms))),
-        "row": rows_N[order_N],
-        "count": counts_N[order_N],
-        "length": [own.total() for own in counts],
+        "row": np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)[order_N],
+        "count": np.asarray(counts)[order_N],
+        "length": np.asarray(lengths),
     }
 
 

@@ -419,8 +419,7 @@ class Corpus:
         for shard in range(self.num_shards):
             part = self._parts[shard] if shard in self._parts else self._open_part(shard)
             if filter is None:
-                for start in range(0, len(part), BATCH_ROWS):
-                    yield from part.passages(start, start + BATCH_ROWS)
+                yield from part
             else:
                 rows = np.flatnonzero(filter.mask(part.table({"id", *filter.columns}))).tolist()
                 for start in range(0, len(rows), BATCH_ROWS):

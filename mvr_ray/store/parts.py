@@ -74,6 +74,11 @@ class CorpusPart:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def __iter__(self) -> Iterator[Passage]:
+        """Yield all passages, a batch of which is in memory at a time."""
+        for start in range(0, len(self), BATCH_ROWS):
+            yield from self.passages(start, start + BATCH_ROWS)
+
     def passages(self, start: int = 0, stop: int | None = None) -> list[Passage]:
         """Read rows `start` up to `stop`, like a slice of a list."""
         start, stop, _ = slice(start, stop).indices(len(self))

@@ -1,6 +1,8 @@
 """The words of shards score passages as one bm25s index over the whole corpus does, to the last bit."""
 
+import tracemalloc
 import unicodedata
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -203,7 +205,7 @@ def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     for words in ENGLISH.tokenize(questions[:20]):
         score_P = postings.scores(words, statistics)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
-            assert statistics.score(words, ENGLISH.count_words([passages[row]])[0]) == score_P[row]
+            assert statistics.score(words, next(ENGLISH.count_words([passages[row]]))) == score_P[row]
 
 
 def test_a_word_is_looked_up_once_in_each_file_however_many_shards_and_questions_have_it(tmp_path, monkeypatch):
@@ -239,6 +241,34 @@ def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path,
     assert postings.scores(["team"], statistics).shape == (0,)
     lengths = [len(words) for words in ENGLISH.tokenize([indexed_text(passage) for passage in passages[:50]])]
     assert statistics.mean_length == np.mean(lengths)
+
+
+def test_postings_are_those_of_all_words_at_once_whatever_number_of_passages_is_counted_at_a_time(
+    tmp_path, passages, monkeypatch
+):
+    write_postings(iter(passages[-300:]), tmp_path / "postings")
+    own = Postings(tmp_path / "postings").whole
+    words = ENGLISH.tokenize([indexed_text(passage) for passage in passages[-300:]])
+    expected = sorted((term, row, count) for row, own in enumerate(words) for term, count in Counter(own).items())
+    terms = np.repeat(own.term_T.to_pylist(), np.diff(own.end_T, prepend=0)).tolist()
+    assert [*zip(terms, own.row_N.tolist(), own.count_N.tolist())] == expected
+    assert own.length_P.tolist() == list(map(len, words))
+    monkeypatch.setattr(lexical, "_COUNTED_PASSAGES", 7)
+    write_postings(passages[-300:], tmp_path / "pieces")
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "postings").read_bytes()
+
+
+def test_memory_of_the_words_of_many_passages_is_that_of_their_postings(tmp_path):
+    draws = np.random.default_rng(0).integers(0, 3000, (20_000, 20)).tolist()
+    texts = (Passage(f"{row:05d}", "", " ".join(f"w{word}" for word in own)) for row, own in enumerate(draws))
+    write_postings([], tmp_path / "none")
+    tracemalloc.start()
+    write_postings(texts, tmp_path / "postings")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    num_postings = len(Postings(tmp_path / "postings").whole.row_N)
+    assert num_postings > 390_000
+    assert peak_bytes < 36 * num_postings
 
 
 def test_a_file_of_another_kind_is_refused_by_name(tmp_path, passages):

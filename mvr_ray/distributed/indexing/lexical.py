@@ -7,8 +7,9 @@ and removed passages. Change files of similar size are merged with the new one (
 versions.
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,10 +130,10 @@ def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -
     store, before = task.corpus.store, task.before
     corpus = Corpus(store, task.corpus.info)  # its parts are open for this shard alone
     if before is None:
-        passages, statistics = shard_passages(corpus, shard, task.num_shards), list[bytes]()
+        statistics: list[bytes] = []
 
         def write(path: Path) -> None:
-            write_postings(passages, path, task.rule)
+            write_postings(shard_passages(corpus, shard, task.num_shards), path, task.rule)
             if needs_statistics:
                 own = path.with_name("statistics.arrow")
                 write_statistics([Postings(path).whole], own)
@@ -153,7 +154,7 @@ def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -
     if not new_passages and not previous and are_whole(store, task.index, files):
         return ShardWords(files, change)
     new_files = _write_changes(task, files, old, part, changes)
-    whole = () if new_files else (_add(task, lambda path: write_postings(part.passages(), path, task.rule)),)
+    whole = () if new_files else (_add(task, lambda path: write_postings(part, path, task.rule)),)
     return ShardWords(new_files or whole, change)
 
 
@@ -226,11 +227,10 @@ def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
     return CorpusStatistics(*manifests.open_lexical(store, manifest.index, manifest.lexical.statistics))
 
 
-def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]:
-    """Passages of a shard in order of id, for any number of corpus parts."""
-    parts = related_shards(shard, corpus.num_shards, num_shards)
-    own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
-    return sorted(own)
+def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> Iterator[Passage]:
+    """Yield the passages of a shard in order of id, for any number of corpus parts."""
+    parts = [corpus.part(part) for part in related_shards(shard, corpus.num_shards, num_shards)]
+    return (passage for passage in heapq.merge(*parts) if shard_of(passage.id, num_shards) == shard)
 
 
 def _write_changes(
