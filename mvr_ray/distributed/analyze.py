@@ -15,7 +15,6 @@ Shapes: Q questions, V views, P passages, D dimension, T tokens.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +39,7 @@ from mvr_ray.distributed.evaluate import (
     most_ids,
     search_depth,
     system_result,
+    without_contents,
 )
 from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.retrieve import checked_filter
@@ -56,7 +56,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
-from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
+from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
@@ -200,7 +200,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
                     for question, hits in zip(block, merged_hits, strict=True)
                 ]
                 results = judge_hits(block, hit_lists, passages, matcher)
-                marks[view] += map(_marks_alone, results)
+                marks[view] += map(without_contents, results)
                 if view == manifest.num_views and encoder.spec.has_snippets:
                     answer_view_ranks |= _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
             progress("judge views", start + len(block), len(questions))
@@ -284,18 +284,6 @@ def _question_values(
 
 def _none_if_nan(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def _marks_alone(row: RankedQuestion) -> RankedQuestion:
-    """Drop what no metric reads of the hits, so that those of all questions fit into memory."""
-    gold_ids, hits = set(row.question.positive_ids), enumerate(row.passages)
-    return row._replace(passages=[hit if hit.id in gold_ids else _no_gold(rank, hit.has_answer) for rank, hit in hits])
-
-
-@lru_cache(None)
-def _no_gold(rank: int, has_answer: bool | None) -> RankedPassage:
-    """Stand for the hits of this rank that are no gold passage, by an id that no passage can have."""
-    return RankedPassage(f"\ud800{rank}", "", "", 0.0, has_answer)
 
 
 def _answer_view_ranks(

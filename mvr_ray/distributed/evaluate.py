@@ -22,7 +22,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -267,9 +267,9 @@ class _Measurement:
     def add(self, system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
         """Measure a system by its hits for every question of every set, in order."""
         for name, questions in self.sets:
-            own = list(itertools.islice(ranked_questions, len(questions)))
-            labels = self.articles[name], self.settings, self.own_ids[name]
-            self.results.append(system_result(system, name, own, *labels, self.depth))
+            own_ids, rows = self.own_ids[name], itertools.islice(ranked_questions, len(questions))
+            own = [without_contents(row, own_ids.get(row.question.id, ())) for row in rows]
+            self.results.append(system_result(system, name, own, self.articles[name], self.settings, self.depth))
 
     def rows_and_ranks(self) -> tuple[list[EvaluationRow], list[QuestionRanks]]:
         return [row for result in self.results for row in result.rows], [result.ranks for result in self.results]
@@ -346,17 +346,12 @@ def system_result(
     results: Sequence[RankedQuestion],
     article_of: Mapping[str, str],
     settings: EvaluateConfig,
-    own_ids: Mapping[str, Collection[str]] = MappingProxyType({}),
     depth: int | None = None,
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks over the first max(k) hits. `article_of`
-    maps question ids to articles (`articles_of`), `own_ids` to the passages that are the questions themselves, so
-    no hits (`own_passages`). Cut-offs beyond `depth` are left out."""
+    maps question ids to articles (`articles_of`). Cut-offs beyond `depth` are left out."""
     ks = sorted(k for k in set(settings.k) if depth is None or k <= depth)
-    results = [
-        row._replace(passages=[hit for hit in row.passages if hit.id not in own_ids.get(row.question.id, ())])
-        for row in results
-    ]
+    last = max(ks)
     rows: list[EvaluationRow] = []
     ranks_of: dict[str, dict[str, int]] = {"answer": {}, "gold": {}}
     gold_ndcgs: dict[str, float] = {}
@@ -365,19 +360,19 @@ def system_result(
         rows.append(mean_row(system, name, metric, values_Q, [article_of[row.question.id] for row in of], settings))
 
     def rank(kind: str, marks: Sequence[Sequence[bool]], of: Sequence[RankedQuestion]) -> IntArray:
-        ranks_Q = first_ranks([row[: max(ks)] for row in marks])
+        ranks_Q = first_ranks(marks)
         ranks_of[kind] = dict(zip((row.question.id for row in of), ranks_Q.tolist()))
         for k in ks:
             add(f"{kind}/top-{k}", hit_within(ranks_Q, k), of)
         return ranks_Q
 
     if with_answers := [row for row in results if row.question.answers]:
-        rank("answer", [[bool(hit.has_answer) for hit in row.passages] for row in with_answers], with_answers)
+        rank("answer", [[bool(hit.has_answer) for hit in row.passages[:last]] for row in with_answers], with_answers)
     if with_gold := [row for row in results if row.question.positive_ids]:
         gold = [row.question.grade_of for row in with_gold]
         lists = [[hit.id for hit in row.passages] for row in with_gold]
-        ranks_Q = rank("gold", [[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)], with_gold)
-        add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
+        ranks_Q = rank("gold", [[i in gold_ids for i in ids[:last]] for ids, gold_ids in zip(lists, gold)], with_gold)
+        add("gold/mrr", reciprocal_ranks(ranks_Q, last), with_gold)
         if any(len(own) > 1 for own in gold):  # else it is top-k
             for k in ks:
                 add(f"gold/recall@{k}", recall(lists, gold, k), with_gold)
@@ -396,6 +391,19 @@ def system_result(
         gold_ndcgs=[gold_ndcgs.get(i) for i in ids] if gold_ndcgs else (),
     )
     return SystemResult(rows, question_ranks)
+
+
+def without_contents(row: RankedQuestion, own_ids: Collection[str] = ()) -> RankedQuestion:
+    """Drop what no metric reads of the hits, so that those of all questions fit into memory, and the passages that are
+    the question itself (`own_passages`)."""
+    gold_ids, hits = set(row.question.positive_ids), enumerate(hit for hit in row.passages if hit.id not in own_ids)
+    return row._replace(passages=[hit if hit.id in gold_ids else _no_gold(rank, hit.has_answer) for rank, hit in hits])
+
+
+@lru_cache(None)
+def _no_gold(rank: int, has_answer: bool | None) -> RankedPassage:
+    """Stand for the hits of this rank that are no gold passage, by an id that no passage can have."""
+    return RankedPassage(f"\ud800{rank}", "", "", 0.0, has_answer)
 
 
 def mean_row(
