@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
+SENTENCE_PASSAGES = 200_000
+"""Passages, at most, from which sentences are learned (`encoder.sentences: corpus`): 20 million words take minutes, all
+of Wikipedia hours."""
 PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 RECORD_CURE = "delete it: the same command then makes the encoder again"
 EXTERNAL = "external"
@@ -341,11 +344,11 @@ def make_encoder(
     run: RunConfig, store: Store, corpus: Corpus | None = None, punkt: PunktParams | None = None
 ) -> DualEncoder:
     """Make an untrained encoder: the backbone with the strategy of the `encoder` section. Without `punkt`, sentences of
-    the corpus are learned from it."""
+    the corpus are learned from it, at most from `SENTENCE_PASSAGES` of its passages at even distances."""
     spec = encoder_spec(run)
     if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
         corpus = corpus or Corpus.open(store, run.prepare.corpus)
-        punkt = train_punkt(passage.text for passage in corpus)
+        punkt = train_punkt(passage.text for passage in sample_evenly(corpus, SENTENCE_PASSAGES))
     return DualEncoder.from_backbone(resolve_model(run.encoder.backbone), spec, punkt)
 
 

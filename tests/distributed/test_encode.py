@@ -232,6 +232,19 @@ def test_passages_for_scales_stand_at_even_distances(corpus_store, run_over, num
 
 
 @pytest.mark.data
+def test_sentences_of_a_large_corpus_are_learned_from_a_sample_of_its_passages(corpus_store, run_over, monkeypatch):
+    run = run_over(corpus_store, encoder={"strategy": "snippet_means", "sentences": "corpus"})
+    texts = [passage.text for passage in sample_evenly(Corpus.open(Store(run.store.path), "corpus"), 60)]
+    learn, samples = encoders.train_punkt, list[list[str]]()
+    monkeypatch.setattr(encoders, "train_punkt", lambda own: learn(samples.append(list(own)) or samples[-1]))
+    for num in (60, 7):
+        monkeypatch.setattr(encoders, "SENTENCE_PASSAGES", num)
+        encoders.make_encoder(run, Store(run.store.path))
+    assert samples[0] == texts
+    assert len(samples[1]) == 7 and {*samples[1]} <= {*texts}
+
+
+@pytest.mark.data
 @pytest.mark.ray
 def test_encoders_that_do_not_fit_are_refused_before_any_work(empty_store, run_over, ray_session):
     run = run_over(empty_store, resources={"encoders_min": 40, "encoders_max": 40})
