@@ -1,7 +1,8 @@
 """Hold the local copies of object-store files, which readers map into memory, within the space of their disk.
 
 A copy stays until space is short: then those go that no process has asked for in the last hour, the longest unused
-first. A reader that has one open keeps its content.
+first; where the next copy would not fit at all, those of the last ten minutes stay. A reader that has one open keeps
+its content.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ from mvr_ray.errors import StorageError, is_full_disk
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 3600.0
+IDLE_S, FULL_IDLE_S = 3600.0, 600.0
+"""Time for which an unused copy stays, and on a full disk: updates every minute need new copies of all shards."""
 FREE_SHARE, MAX_FREE_BYTES = 0.1, 20 << 30
 """Space that copies leave free: a tenth of the disk, 20 GiB at most."""
 WALK_INTERVAL_S = 60.0
@@ -60,15 +62,17 @@ def make_room(num_bytes: int) -> None:
     global _next_walk_s
     folder = cache_dir()
     usage = shutil.disk_usage(folder)
-    num_missing = num_bytes + int(min(FREE_SHARE * usage.total, MAX_FREE_BYTES)) - usage.free
-    if num_missing <= 0 or time.monotonic() < _next_walk_s:
+    num_spare = int(min(FREE_SHARE * usage.total, MAX_FREE_BYTES))
+    num_missing = num_bytes + num_spare - usage.free
+    if num_missing <= (num_spare if time.monotonic() < _next_walk_s else 0):
         return
     copies: list[tuple[float, int, Path]] = []
     for store in folder.iterdir():
         if re.fullmatch("[0-9a-f]{16}", store.name):  # another program's files may lie beside those of stores
             copies += [(_used_s(stat), stat.st_size, file) for file in store.rglob("*") if (stat := _stat(file))]
     for used_s, size, file in sorted(copies):
-        if num_missing <= 0 or used_s > time.time() - IDLE_S:
+        idle_s = IDLE_S if num_missing <= num_spare else FULL_IDLE_S
+        if num_missing <= 0 or used_s > time.time() - idle_s:
             break
         stat = _stat(file)
         if stat is None or _used_s(stat) > used_s:  # deleted, or asked for meanwhile

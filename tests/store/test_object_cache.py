@@ -57,6 +57,22 @@ def test_as_many_go_as_the_next_copy_needs_the_longest_unused_first(copies, tmp_
     assert (tmp_path / "cache" / "of another program").exists()
 
 
+@pytest.mark.parametrize(("free", "names"), [(SIZE, "40 30 20 5"), (SIZE - 1, "30 20 5"), (-9 * SIZE, "5")])
+def test_of_the_copies_of_the_last_hour_as_many_go_as_the_next_one_needs_on_a_full_disk(
+    store, tmp_path, monkeypatch, free, names
+):
+    """Also right after a walk that made too little room."""
+    monkeypatch.setattr(object_cache, "_next_walk_s", time.monotonic() + HOUR_S)
+    files = {}
+    for minutes in (20, 5, 40, 30):
+        store.write_bytes(f"shards/{minutes}", bytes(SIZE))
+        files[minutes] = store.local_path(f"shards/{minutes}")
+        os.utime(files[minutes], (time.time() - minutes * 60, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * SIZE, 0, free))
+    object_cache.make_room(SIZE)
+    assert [minutes for minutes in sorted(files, reverse=True) if files[minutes].exists()] == [*map(int, names.split())]
+
+
 def test_a_copy_that_was_asked_for_lately_stays_and_a_deleted_one_is_fetched_again(store, copies, monkeypatch):
     monkeypatch.setattr("mvr_ray.store.objects.SETTLED_S", 0.0)
     for _ in range(2):  # the first call fetches what is young, the second takes the copy
