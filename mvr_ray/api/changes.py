@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mvr_ray.api.run_settings import with_settings
@@ -26,9 +27,15 @@ MAX_PUBLISH_TRIES = 20
 
 
 def publish_changes(
-    run: RunConfig, changes: Sequence[ChangeRecord], progress: Progress, vectors: str | None, *, has_run_file: bool
+    run: RunConfig,
+    changes: Sequence[ChangeRecord] | Path,
+    progress: Progress,
+    vectors: str | None,
+    *,
+    has_run_file: bool,
 ) -> Manifest:
-    """Update the corpus by records of changes, and publish a version of it, with the vectors of a file."""
+    """Update the corpus by records of changes, or by a file of them, and publish a version of it, with the vectors of a
+    file."""
     from mvr_ray.distributed.indexing.build_index import index  # imports torch
 
     store = Store(run.store.path)

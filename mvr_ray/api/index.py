@@ -282,12 +282,18 @@ class Index:
         `set` changes single fields of a passage, to null for None, and leaves the others and the text: two writers of
         different fields both win, nothing is embedded, and an id that the index lacks changes nothing.
 
+            index.upsert("changes.jsonl")
+
+        A path is a file of changes as `mvr-ray update` reads it, of JSON lines, or a MediaWiki dump: a line may also
+        delete a passage (`{"id": "p3", "delete": true}`). Everything in it is one version.
+
         `vectors` as of `build`, for an index of them: those of all new texts, and any others that change.
         Several threads and processes can change an index at once. Raises DataError for a passage without an id, and
-        then changes nothing; PublishConflictError, to call again, if other processes were faster in every try.
+        then changes nothing; MissingInputError for a path without a file; PublishConflictError, to call again, if other
+        processes were faster in every try.
         """
         with progress_callback(progress) as callback, vectors_file(self._store, vectors) as file:
-            return self._change(rows.upsert_records(passages), callback, file)
+            return self._change(rows.upserts(passages), callback, file)
 
     def delete(
         self,
@@ -466,8 +472,9 @@ class Index:
             if "_router" in self.__dict__:
                 self._router.move_to(None)
 
-    def _change(self, records: Iterable[ChangeRecord], progress: Progress, vectors: str | None = None) -> Manifest:
-        changes = list(records)
+    def _change(
+        self, changes: Sequence[ChangeRecord] | Path, progress: Progress, vectors: str | None = None
+    ) -> Manifest:
         with self._change_lock:
             manifest = publish_changes(self.run, changes, progress, vectors, has_run_file=self._has_run_file)
             self._follow()

@@ -15,6 +15,7 @@ import numpy as np
 
 from mvr_ray.config import resolve_path
 from mvr_ray.errors import DataError, MissingInputError, count_noun
+from mvr_ray.store.files import local_copy
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
@@ -101,6 +102,20 @@ def passage_records(passages: Any) -> Iterator[Record]:
         yield _passage_record(row, f"passage {number}", {"id": number})
 
 
+def upserts(passages: Any) -> list[Record | FieldsRecord] | Path:
+    """Return the file of changes that a path names, else the records of upserts. Raises MissingInputError for a path
+    without a file, and DataError for a text that is no path."""
+    if not any(names(passages) for names in (_is_path, _names_file, _looks_like_path)):
+        return list(upsert_records(passages))
+    file = local_copy(str(passages))
+    if not file.is_file():
+        raise MissingInputError(
+            f"upsert: {str(passages)!r:.80} is no file (working folder: {Path.cwd()}); correct the path, or give "
+            f"passages as a list"
+        )
+    return file
+
+
 def upsert_records(passages: Any) -> Iterator[Record | FieldsRecord]:
     """Yield a record of each passage as `passage_records` does, or of new values of its fields (`set`); a bad row for
     one without an id, too, and for a null that a table may have put in place of a field that the row did not name."""
@@ -134,11 +149,13 @@ def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
     one."""
     values = _passage_values(row)
     if values is None:
-        hint = "; give paths as a list" if isinstance(row, Path) else ""
+        own = "give paths as a list" if own_id else "to read a file of changes, give its path alone, in no list"
+        hint = f"; {own}" if isinstance(row, Path) else ""
         return BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping{hint}")
     if not {"text", "contents"} & values.keys():
         names = ", ".join(map(repr, values))
-        return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
+        cure = "" if own_id else "; to change fields alone give {'id': .., 'set': {..}}, to delete use Index.delete"
+        return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'{cure}")
     if not own_id and not {"id", "_id"} & values.keys():
         return BadRow(where, "id is missing; give a list of (id, text), or of mappings with id and text")
     return passage_of({**({} if "_id" in values else own_id), **values}, where)

@@ -149,14 +149,15 @@ def update(
 def update_by_records(
     cfg: PrepareConfig,
     store: Store,
-    records: Iterable[ChangeRecord],
+    records: Iterable[ChangeRecord] | Path,
     progress: Progress = no_progress,
     *,
     index: str = "",
     check: Callable[[Corpus, Changes[Passage]], None] | None = None,
 ) -> UpdateReport:
-    """Make the next corpus as `update` does, by records in place of a file. Raises DataError with the place of a bad or
-    doubled record, and what `check` raises of the corpus that is changed and the changes."""
+    """Make the next corpus as `update` does, by records, or by a file that the corpus does not name as a source. Raises
+    DataError with the place of a bad or doubled record, and what `check` raises of the corpus that is changed and the
+    changes."""
     parent = parent_corpus(store, cfg.corpus, index)
     changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
     if check:

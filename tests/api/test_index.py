@@ -1643,6 +1643,35 @@ def test_a_passage_object_is_checked_as_a_tuple_is(values, tmp_path: Path):
     assert isinstance(records[0], BadRow) and records[0] == records[1]
 
 
+def test_a_file_of_changes_means_the_same_to_update_and_upsert(index: Index, tmp_path: Path, monkeypatch):
+    lines = [
+        {"id": "p3", "delete": True},
+        {"id": "p4", "set": {"year": 1958}},
+        {"id": "new", "text": "A new tower.", "opened": "1950-01-31"},
+    ]
+    (tmp_path / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = Index.open(shutil.copytree(index.run.store.path, tmp_path / "commands"))
+    update(other.run.prepare, Store(other.run.store.path), str(tmp_path / "changes.jsonl"), index="index")
+    monkeypatch.chdir(tmp_path)
+    assert index.upsert("changes.jsonl").corpus_digest == Corpus.open(Store(other.run.store.path), "corpus").digest
+    assert (index.upsert(tmp_path / "changes.jsonl").version, len(index)) == (2, 24)
+    with pytest.raises(DataError, match=r"changes\.jsonl:1: .*; nothing was changed\. Correct the items"):
+        (tmp_path / "changes.jsonl").write_text("p3\n")
+        index.upsert("changes.jsonl")
+    with pytest.raises(
+        MissingInputError, match=r"^upsert: 'no\.jsonl' is no file .*; correct the path, or give passages"
+    ):
+        index.upsert("no.jsonl")
+    with pytest.raises(DataError, match=r"item 0: .*; to read a file of changes, give its path alone, in no list"):
+        index.upsert([tmp_path / "changes.jsonl"])
+    for row in ({"id": "p7", "year": 1959}, {"id": "p7", "delete": True}):
+        with pytest.raises(
+            DataError, match=r"rename .*; to change fields alone give \{'id': \.\., 'set'.*Index\.delete"
+        ):
+            index.upsert([row])
+    assert index.manifest.version == 2
+
+
 def test_a_column_named_delete_deletes_nothing_in_an_upsert(index: Index):
     """As in a build, which leaves it out."""
     before = len(index)
