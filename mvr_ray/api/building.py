@@ -17,6 +17,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, without_keys
 from mvr_ray.store.formats.view_vectors import write_pairs
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import parent_corpus
 from mvr_ray.types import Progress
@@ -78,6 +79,20 @@ def build(
     run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
     store.write_bytes(paths.RUN_FILE, run_file.encode())
     return run
+
+
+def reindex(run: RunConfig, progress: Progress) -> Manifest:
+    """Publish a version of the stored passages, as `Index.reindex` says: of those of the live version, if a roll back
+    replaced the last corpus."""
+    from mvr_ray.distributed.encoders import keep_external_encoder
+    from mvr_ray.distributed.indexing.build_index import index  # imports torch
+
+    store = Store(run.store.path)
+    last = Corpus.open(store, run.prepare.corpus)
+    before = parent_corpus(store, run.prepare.corpus, run.index.name)
+    if before.digest != last.digest:
+        before.publish(after=last.number)
+    return index(keep_external_encoder(run), progress)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Turn texts into vectors with any encoder of a run file or of an index."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -10,13 +10,14 @@ import torch
 
 from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.rows import passage_records, rows_of
-from mvr_ray.config import parse_run, resolve_model
+from mvr_ray.config import parse_run, resolve_model, resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.serving.schemas import is_text
+from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.types import FloatArray, Progress
 
@@ -69,12 +70,14 @@ class Encoder:
         full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run)).to(device)
         name = fastest_float(full.passage_tower) if precision == "auto" else precision
         self._encoder = full.to_precision(name) if name != "fp32" else full
+        self._open_whole: Callable[[], DualEncoder] | None = None
 
     @classmethod
-    def of(cls, encoder: DualEncoder) -> Self:
-        """Wrap an open encoder, such as an index's (`Index.encoder`)."""
+    def of(cls, encoder: DualEncoder, open_whole: Callable[[], DualEncoder] | None = None) -> Self:
+        """Wrap an open encoder, such as an index's (`Index.encoder`); `open_whole` opens one of the same weights to
+        export, if this one only embeds."""
         instance = cls.__new__(cls)
-        instance._encoder = encoder
+        instance._encoder, instance._open_whole = encoder, open_whole
         return instance
 
     def __repr__(self) -> str:
@@ -94,6 +97,17 @@ class Encoder:
     def fingerprint(self) -> str:
         """Digest of the model and everything that changes an embedding; an index manifest holds it."""
         return self._encoder.fingerprint
+
+    def export(self, folder: str | Path) -> list[str]:
+        """Write a new folder that sentence-transformers loads to the same question vectors; returns what it cannot
+        carry, such as views, a sentence each. Raises ConfigError for a folder that exists or has no parent,
+        EncoderError for strategies with viewers."""
+        path = resolve_path(str(folder))
+        if path.exists() or not path.absolute().parent.is_dir():
+            raise ConfigError(f"export: {path} exists already, or the folder above it does not; name a new one")
+        encoder = self._open_whole() if self._open_whole else self._encoder
+        with finished_file(path) as aside:
+            return encoder.export(aside)
 
     def embed_queries(
         self, questions: str | Sequence[str], batch_size: int = 64, *, progress: Progress | bool | None = None

@@ -10,14 +10,14 @@ passages they run in this process, without Ray.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from mvr_ray import versions
 from mvr_ray.api import question_stages, rows, searching
-from mvr_ray.api.building import build, vectors_file
+from mvr_ray.api.building import build, reindex, vectors_file
 from mvr_ray.api.changes import publish_changes
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.progress import progress_callback
@@ -27,20 +27,22 @@ from mvr_ray.errors import ConfigError, FilterError, count_noun
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import Hybrid
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId, is_id
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, VerifyReport
 from mvr_ray.store.update import ChangeRecord
 from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Progress
-from mvr_ray.versions import RollbackReport, VersionInfo
+from mvr_ray.versions import CollectReport, RollbackReport, VersionInfo
 
 if TYPE_CHECKING:
     from mvr_ray.api.encoder import Encoder
-    from mvr_ray.distributed.evaluate import EvaluationReport
+    from mvr_ray.distributed.evaluate import EvaluationReport, TuneReport
     from mvr_ray.distributed.hot_swap import HotSwapRouter
+    from mvr_ray.distributed.indexing.repair import RepairReport
+    from mvr_ray.distributed.mine import MineReport
     from mvr_ray.distributed.refinement.report import RefineReport
     from mvr_ray.distributed.train import TrainedModel
     from mvr_ray.store.formats.rankings import RankedQuestion
@@ -158,9 +160,11 @@ class Index:
     def encoder(self) -> "Encoder":
         """The encoder that made the index."""
         from mvr_ray.api.encoder import Encoder
+        from mvr_ray.distributed.encoders import open_encoder
 
         with self._router.pin() as router:
-            return Encoder.of(router.encoder)
+            own = router.manifest.encoder_name, router.manifest.encoder_fingerprint
+            return Encoder.of(router.encoder, partial(open_encoder, self._store, *own, only_embeds=False))
 
     @overload
     def search(
@@ -348,8 +352,8 @@ class Index:
         **settings: Any,
     ) -> "TrainedModel":
         """Train an encoder on questions with positive ids, or without any on sentences of the live version's passages,
-        and store it as the newest of its name. `Index.build` without `model` then indexes passages with it; give the
-        settings of the first build again.
+        and store it as the newest of its name. `reindex` then indexes the passages with it, and so does `Index.build`
+        without `model`, with the settings of the first build.
 
             index.train(questions, dev=dev_questions, epochs=3, lr=2e-5)
             index.train("train", hard_negatives="train_mined", loss=my_loss)
@@ -430,6 +434,53 @@ class Index:
         with progress_callback(progress) as callback:
             return question_stages.retrieve(self.run, questions, k, filter, hybrid, callback)
 
+    def mine(self, questions: Any, *, progress: Progress | bool | None = None, **settings: Any) -> "MineReport":
+        """Store the questions with hard negatives, wrong passages that rank high, as the set `output` of the result.
+
+            index.train("train", hard_negatives=index.mine("train", num_negatives=4).output)
+
+        `questions` with positive ids, as of `add_questions`, or the name of a stored set; `settings` are those of the
+        run file's `mine` section, such as `output` ("train_mined") and `method` ("bm25", or "index": the live version).
+        Raises ConfigError, DataError, MissingInputError.
+        """
+        with progress_callback(progress) as callback:
+            return question_stages.mine(self.run, questions, callback, settings)
+
+    def tune(self, questions: Any, *, progress: Progress | bool | None = None) -> "TuneReport":
+        """Measure weights of `hybrid` on questions with positive ids, which no measurement may report on; `setting` of
+        the result names the best one, `rows` the accuracy of each.
+
+            index.tune("tuning").setting  # such as "search.hybrid=30"
+            index.search("Who built it?", hybrid=30)
+
+        `questions` as of `add_questions`, or the name of a stored set. Raises ConfigError for questions without
+        positive ids, ShardIndexError for an index without words (`index.lexical`).
+        """
+        with progress_callback(progress) as callback:
+            return question_stages.tune(self.run, questions, callback)
+
+    def reindex(self, *, progress: Progress | bool | None = None) -> Manifest:
+        """Publish a version of the stored passages by the settings of this index, as `mvr-ray index` does: with the
+        encoder that `train` trained last, or with other settings, which need no passages again.
+
+            index.train("train")
+            index.reindex()
+            Index.open("wiki", settings={"index": {"lexical": True}}).reindex()
+
+        Only what another encoder embeds is encoded; the live version is returned if nothing would change. An `Index`
+        that is opened without these settings makes its next version without them: put them into the run file to keep
+        them. A store without one keeps its encoder, unless `settings` name another
+        (`{"index": {"encoder": "trained"}}`). Raises as `build` does.
+        """
+        with progress_callback(progress) as callback, self._change_lock:
+            manifest = reindex(self.run, callback)
+            self._follow()
+            return manifest
+
+    def question_sets(self) -> list[str]:
+        """List the names of the question sets that are stored with the live version's corpus."""
+        return question_sets(manifests.live_corpus(self._store, self.run.index.name))
+
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live. As a frame:
         `pandas.DataFrame(version.model_dump() for version in index.versions())`."""
@@ -440,6 +491,21 @@ class Index:
         report = versions.act(self.run, "rollback", version)
         self._follow()
         return report
+
+    def verify(self, version: int | None = None) -> VerifyReport:
+        """Compare every file of a version (None: the newest) with its digest; `problems` of the result names what is
+        damaged or missing, and what to do. Raises ConfigError for an unknown version."""
+        return versions.act(self.run, "verify", version)
+
+    def repair(self, version: int | None = None) -> "RepairReport":
+        """Restore damaged files of a version (None: the newest) as far as it can be done without encoding. Raises
+        ConfigError for an unknown version."""
+        return versions.act(self.run, "repair", version)
+
+    def collect(self) -> CollectReport:
+        """Delete the versions before the last `index.keep_versions` (5), and files that no version names for
+        `index.grace_s`, and report the paths. Each change of an index publishes a version; call it after hundreds."""
+        return versions.act(self.run, "collect", None)
 
     def serve(self, **settings: Any) -> None:
         """Answer HTTP requests until interrupted; `settings` are those of the run file's `serve` section, as `port`."""

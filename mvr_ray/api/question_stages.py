@@ -19,7 +19,8 @@ from mvr_ray.store.questions import add_questions, carry_to_chunks, checked_ques
 from mvr_ray.types import Progress, Question
 
 if TYPE_CHECKING:
-    from mvr_ray.distributed.evaluate import EvaluationReport
+    from mvr_ray.distributed.evaluate import EvaluationReport, TuneReport
+    from mvr_ray.distributed.mine import MineReport
     from mvr_ray.distributed.refinement.report import RefineReport
     from mvr_ray.distributed.train import TrainedModel
     from mvr_ray.store.formats.rankings import RankedQuestion
@@ -97,6 +98,22 @@ def train(
     run = with_settings(run, train=own, resources=workers, prepare={"corpus": live.corpus})
     check_train(run.train)
     return stage.train(run, progress, None if isinstance(loss, str) else loss, live.corpus_digest)
+
+
+def mine(run: RunConfig, questions: Any, progress: Progress, settings: Mapping[str, Any]) -> "MineReport":
+    """Mine hard negatives, as `Index.mine` says."""
+    from mvr_ray.distributed import mine as stage
+
+    own = {**settings, "questions": _set_of(run, questions, "mine")}
+    live = manifests.read(Store(run.store.path), run.index.name)
+    return stage.mine(with_settings(run, mine=own, prepare={"corpus": live.corpus}), progress)
+
+
+def tune(run: RunConfig, questions: Any, progress: Progress) -> "TuneReport":
+    """Choose the weight of a hybrid search, as `Index.tune` says."""
+    from mvr_ray.distributed import evaluate as stage
+
+    return stage.tune(run, _set_of(run, questions, "tune"), progress)
 
 
 def evaluate(

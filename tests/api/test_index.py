@@ -39,6 +39,7 @@ import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 from prepared_corpus import only_corpus
+from sentence_transformers import SentenceTransformer
 
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api import encoder as encoder_module
@@ -640,6 +641,39 @@ def test_earlier_versions_are_searched_and_explained_as_they_were_also_more_than
             call("bridge", version=9)
         with pytest.raises(ConfigError, match=r"version is '1'; give a number"):
             call("bridge", version="1")
+
+
+def test_versions_are_verified_repaired_and_collected_in_python(index: Index):
+    for number in range(4):
+        index.upsert([{"id": "new", "text": f"A tower of {number} stones."}])
+    with Index.open(index.run.store.path, settings={"index": {"keep_versions": 2, "grace_s": 0}}) as own:
+        assert own.collect().versions == [4, 5] == [version.version for version in own.versions()]
+        assert own.search("tower", 1).version == 5 and own.verify().problems == own.verify(4).problems == []
+        file = next((Path(own.run.store.path) / "indexes").rglob("embeddings.arrow"))
+        file.chmod(0o644)
+        file.write_bytes(b"damage")
+        assert own.verify().problems and own.repair().repairs
+        for call in (own.verify, own.repair):
+            with pytest.raises(ConfigError, match=r"no version 1; there are 4, 5"):
+                call(1)
+
+
+def test_passages_are_indexed_again_by_other_settings_without_giving_them(index: Index):
+    index.delete([f"p{n}" for n in range(12)])
+    index.rollback(1)
+    with Index.open(index.run.store.path, settings={"index": {"lexical": True}}) as own:
+        manifest = own.reindex()
+        assert manifest.lexical and (manifest.version, len(own)) == (4, len(ROWS))
+        assert own.search("tower", 3, hybrid="rrf").version == 4
+
+
+def test_an_encoder_is_exported_for_sentence_transformers(index: Index, tmp_path: Path):
+    losses = index.encoder.export(tmp_path / "folder")
+    assert any(loss.startswith("views: ") for loss in losses)
+    vectors_QD = SentenceTransformer(str(tmp_path / "folder"), device="cpu").encode(["who built it?"])
+    np.testing.assert_allclose(vectors_QD, index.encoder.embed_queries("who built it?"), atol=1e-5)
+    with pytest.raises(ConfigError, match=r"^export: .*folder exists already, or the folder above it does not"):
+        index.encoder.export(tmp_path / "folder")
 
 
 def test_a_filter_leaves_only_what_passes(index: Index):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,3 +154,22 @@ def test_rankings_are_those_of_a_search_and_of_the_file_that_the_stage_writes(in
 def test_a_filter_restricts_a_ranking(index: Index):
     [one] = index.retrieve(["Which tower?"], k=20, filter={"id": {"in": ["p3", "p7"]}})
     assert {hit.id for hit in one.passages} == {"p3", "p7"}
+
+
+def test_mined_negatives_train_an_encoder_with_which_the_stored_passages_are_indexed_again(
+    index: Index, tmp_path: Path
+):
+    with Index.open(shutil.copytree(index.run.store.path, tmp_path / "store")) as own:
+        report = own.mine("towers", num_negatives=2)
+        assert report.negatives and report.output == "train_mined" and "train_mined" in own.question_sets()
+        assert own.mine(QUESTIONS, output="other").questions == len(QUESTIONS) and "other" in own.question_sets()
+        settings = {**STEPS, "num_hard_negatives": 1, "hard_negatives": report.output}
+        model = own.train("towers", **settings, seed=7)
+        hits = own.search("tower 3")
+        manifest = own.reindex()
+        assert (manifest.encoder_fingerprint, manifest.num_passages) == (model.fingerprint, len(PASSAGES))
+        assert manifest.encoder_fingerprint == own.encoder.fingerprint != index.encoder.fingerprint
+        assert own.search("tower 3").version == manifest.version == hits.version + 1
+        assert own.reindex().version == manifest.version
+        weights = own.tune(QUESTIONS)
+        assert weights.setting.startswith("search.hybrid=") and weights.num_questions == len(QUESTIONS)
