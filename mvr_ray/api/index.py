@@ -289,7 +289,7 @@ class Index:
             index.upsert("changes.jsonl")
 
         A path is a file of changes as `mvr-ray update` reads it, of JSON lines, or a MediaWiki dump: a line may also
-        delete a passage (`{"id": "p3", "delete": true}`). Everything in it is one version.
+        delete a passage (`{"id": "p3", "delete": true}`) or what passes a filter. Everything in it is one version.
 
         `vectors` as of `build`, for an index of them: those of all new texts, and any others that change.
         Several threads and processes can change an index at once. Raises DataError for a passage without an id, and

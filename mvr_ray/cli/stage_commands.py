@@ -108,7 +108,8 @@ def read(run: "RunConfig", progress: "Progress", ranking: str, output: str = "")
 def update(run: "RunConfig", progress: "Progress", changes: str) -> Any:
     """Upsert and delete passages of the corpus; then run `index`.
 
-    `update CONFIG changes=FILE`, lines of {"id", "title", "text"}, {"id", "set": {...}} or {"id", "delete": true}.
+    `update CONFIG changes=FILE`, lines of {"id", "title", "text"}, {"id", "set": {...}}, {"id", "delete": true} or
+    {"delete": true, "filter": {...}}.
     """
     from mvr_ray.store import update as stage
     from mvr_ray.store.files import Store

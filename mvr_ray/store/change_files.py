@@ -24,7 +24,7 @@ from mvr_ray.store.changes import Changes
 from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile, sha256_of
-from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.records import FilteredDeletion, PassageRecord
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.update import (
     Content,
@@ -113,7 +113,8 @@ def apply_batch(
 ) -> BatchReport:
     """Make the next corpus from the last one, `parent`, and a batch of its source, whose files are `listing`.
 
-    Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed, or replaced
+    Late files of the listing are recorded too. The batch ends before a file that deletes by a filter, which applies to
+    what the files before it make of the corpus. Raises PublishConflictError if the corpus was changed, or replaced
     by a roll back in `index`, meanwhile.
     """
     changes: list[Changes[Content]] = []
@@ -122,6 +123,8 @@ def apply_batch(
     for file in batch:
         if (path := _local_copy(source, file.name)) is None:
             continue
+        if changes and _deletes_by_filter(path, parent, cfg):
+            break
         record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
         try:
             changes.append(read_changes(path, parent, cfg))
@@ -147,6 +150,13 @@ def row_of(passage_id: str, source: Store, corpus: Corpus, cfg: PrepareConfig, b
                 if isinstance(record, PassageRecord) and record.passage.id == name:
                     return record.where.replace(str(path), file.name)
     return ""
+
+
+def _deletes_by_filter(path: Path, corpus: Corpus, cfg: PrepareConfig) -> bool:
+    with suppress(DataError):  # which the caller raises again
+        records = () if DUMP_NAME.search(path.name) else read_records(path, corpus, cfg)
+        return any(isinstance(record, FilteredDeletion) for record in records)
+    return False
 
 
 def _late(file: StoredFile, last: str) -> ChangeFile:

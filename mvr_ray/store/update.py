@@ -3,6 +3,7 @@
     {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
     {"id": "p2", "delete": true}                                      a passage to delete
     {"id": "p3", "set": {"year": 1959, "tags": null}}                 new values of some fields, null for none
+    {"delete": true, "filter": {"year": {"lt": 1958}}}                all passages that pass, but those of other rows
 
 The content of a new passage is the whole of it: a field of the corpus that the row lacks is null from then on. `set`
 leaves the other fields, the title and the text as they are when the change is published. Where all sources of
@@ -23,7 +24,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
+from mvr_ray.errors import (
+    ConfigError,
+    DataError,
+    FilterError,
+    MissingInputError,
+    PublishConflictError,
+    count_noun,
+)
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -50,7 +58,7 @@ from mvr_ray.store.files import (
     name_address,
     sha256_of,
 )
-from mvr_ray.store.filters import parse_filter
+from mvr_ray.store.filters import Filter, parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (
     BadRow,
@@ -486,12 +494,17 @@ def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:
         return BadRow(row.where, f"delete is {is_deletion!r:.60}, not true or false")
     if sets_fields(values):
         record = fields_of(values, row.where)
+    elif is_deletion and isinstance(values.get("filter"), Mapping):
+        record = FilteredDeletion(values["filter"], row.where)
+        if id_of(values) is not None:
+            record = BadRow(row.where, "an id stands beside 'filter'; leave one of them out")
     elif is_deletion:
         record = deletion_record(id_of(values), row.where)
     else:
         record = passage_of(values, row.where)
     if isinstance(record, BadRow):
         form = 'A row is a passage with id, title and text, or an id with "delete": true or "set": {"field": value}'
+        form += ', or "delete": true with "filter": {...}'
         return record._replace(reason=f"{record.reason}. {form}")
     return record
 
@@ -514,11 +527,12 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
     `prepare.fields` names it or does not name those to keep."""
     changes, fields = Changes[Content]({}, set()), FieldReader(corpus.fields)
     place_of: dict[str, str] = {}
+    filtered_ids = set[str]()
     unknown_fields = Counter[str]()
     for record in records:
         if isinstance(record, FilteredDeletion):
-            ids = (passage.id for passage in corpus.scan(parse_filter(record.filter, corpus.fields)))
-            changes.deletions.update(map(source_id, ids) if cfg.chunk_words else ids)
+            ids = (passage.id for passage in corpus.scan(_parse_filter(record, corpus)))
+            filtered_ids.update(map(source_id, ids) if cfg.chunk_words else ids)
             continue
         if isinstance(record, PassageRecord):
             unknown_fields.update(
@@ -539,6 +553,7 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
             changes.upserts[name] = record
         else:
             changes.deletions.add(name)
+    changes.deletions.update(filtered_ids - changes.upserts.keys())
     names = [name for name in unknown_fields if cfg.fields == "infer" or name in cfg.fields]
     if names:
         counts = ", ".join(f"{name!r} of {count_noun(unknown_fields[name], 'passage')}" for name in names)
@@ -547,6 +562,16 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
             f"sources that have them to add them"
         )
     return changes
+
+
+def _parse_filter(record: FilteredDeletion, corpus: Corpus) -> Filter:
+    """Parse the filter of a deletion. Raises DataError with the place of one that does not fit, in a file."""
+    try:
+        return parse_filter(record.filter, corpus.fields)
+    except FilterError as error:
+        if not record.where:
+            raise
+        raise DataError(f"{record.where}: {error}") from None
 
 
 def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:

@@ -183,6 +183,20 @@ def test_files_that_change_passages_of_a_corpus_of_chunks_change_their_chunks(tm
         apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
 
 
+@pytest.mark.parametrize("count", [1, 99])
+def test_in_whatever_batches_a_filter_deletes_what_the_files_before_it_left(count: int, tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    make_corpus(store, tmp_path)
+    source.write_bytes("1.jsonl", change_lines({"p3": "x", "p4": "x", "p0": None}).encode())
+    source.write_bytes("2.jsonl", b'{"delete": true, "filter": {"id": {"in": ["p3", "p1"]}}}')
+    source.write_bytes("3.jsonl", change_lines({"p1": "y"}).encode())
+    source.write_bytes("4.jsonl", b'{"delete": true, "filter": {"year": 1}}')
+    files = [file for _ in range(4) for file in apply_next(store, source, count).files]
+    assert [file.name for file in files] == ["1.jsonl", "2.jsonl", "3.jsonl", "4.jsonl"]
+    assert texts_of(store) == {"p1": "y", "p2": "first", "p4": "x"}
+    assert problems(store)["4.jsonl"].startswith("4.jsonl:1: filter: the corpus has no field 'year'")
+
+
 def test_a_file_that_names_a_chunk_is_left_out_and_later_ones_are_applied(tmp_path: Path):
     store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
     make_corpus(store, tmp_path, {"a": "one two three"}, chunk_words=2)

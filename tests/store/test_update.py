@@ -25,7 +25,7 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import gc, manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats.records import DeletionRecord, PassageRecord
+from mvr_ray.store.formats.records import DeletionRecord, FilteredDeletion, PassageRecord
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
@@ -429,6 +429,28 @@ def test_a_bad_file_is_named_by_line_and_nothing_changes(tmp_path: Path, write: 
     with pytest.raises(DataError, match=f"(?s){message}.*nothing was changed"):
         update(CONFIG, store, str(write("c.jsonl", content)))
     assert Corpus.open(store, "corpus").info == before.info
+
+
+def test_a_line_deletes_what_passes_a_filter_but_no_passage_of_another_line(store: Store, write: Write):
+    make_corpus(store, write, {name: name for name in "abcdef"})
+    deletion = {"delete": True, "filter": {"id": {"in": ["a", "b", "c"]}}}
+    report = update(CONFIG, store, str(write("c.jsonl", lines(row("b", "new"), deletion, {"id": "d", "delete": True}))))
+    assert [(passage.id, passage.text) for passage in sorted(Corpus.open(store, "corpus"))] == [
+        *zip("bef", ("new", "e", "f"))
+    ]
+    assert (report.deleted, report.replaced) == (3, 1)
+    by_record = update_by_records(CONFIG, store, [FilteredDeletion({"id": {"gte": "e"}})])
+    update(CONFIG, store, str(write("back.jsonl", lines(row("e", "e"), row("f", "f")))))
+    by_line = update(CONFIG, store, str(write("d.jsonl", lines({"delete": True, "filter": {"id": {"gte": "e"}}}))))
+    assert by_line.digest == by_record.digest
+    for wrong, message in (
+        ({"delete": True, "filter": {"yaer": 1}}, r"c\.jsonl:1: filter: the corpus has no field 'yaer'"),
+        ({"id": "b", "delete": True, "filter": {"id": "e"}}, r"c\.jsonl:1: an id stands beside 'filter'"),
+        ({"delete": True, "filter": "b"}, r"c\.jsonl:1: id is missing"),
+    ):
+        with pytest.raises(DataError, match=rf"{message}.*nothing was changed"):
+            update(CONFIG, store, str(write("c.jsonl", lines(wrong))))
+    assert Corpus.open(store, "corpus").digest == by_line.digest
 
 
 def test_a_passage_is_deleted_by_every_id_that_adds_one(tmp_path: Path, write: Write):

@@ -54,9 +54,10 @@ class FieldsRecord(NamedTuple):
 
 
 class FilteredDeletion(NamedTuple):
-    """The deletion of all passages that pass a filter."""
+    """The deletion of all passages that pass a filter. `where`: its place in a file of changes."""
 
     filter: Mapping[str, Any]
+    where: str = ""
 
 
 class QuestionRecord(NamedTuple):
