@@ -966,6 +966,7 @@ def test_an_index_is_changed_by_the_rows_that_made_it(tiny_backbone: Path, tmp_p
         ({"text": date(2020, 1, 1)}, r"text is datetime\.date\(2020, 1, 1\), not a text"),
         ({"id": date(2020, 1, 1)}, r"id is datetime\.date\(2020, 1, 1\), not a text or a whole number"),
         ({"id": 10**5000}, ""),
+        ({"id": 7.0}, "id is 7.0, .*; a missing id elsewhere in a column makes pandas read whole numbers as such"),
     ],
 )
 def test_an_upsert_refuses_the_values_that_a_build_refuses(tmp_path: Path, row: dict, reason: str):

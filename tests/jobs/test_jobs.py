@@ -40,6 +40,12 @@ def test_a_job_does_what_its_command_does(run_file: str, tmp_path: Path) -> None
     assert json.loads(process.stdout)["passages_written"] == 40
 
 
+def test_versions_are_listed_and_verified_by_a_job(run_file: str, tmp_path: Path) -> None:
+    process = job("versions", run_file, "verify", f"store.path={tmp_path / 'store'}")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.endswith("has no version; run `mvr-ray index CONFIG`\n")
+
+
 def test_a_job_that_fails_ends_with_its_message_and_status(run_file: str, tmp_path: Path) -> None:
     store = f"store.path={tmp_path / 'store'}"
     refusal = job("prepare", run_file, store, "prepare.num_shard=3")
