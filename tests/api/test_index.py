@@ -2011,11 +2011,11 @@ def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
 
 
 def test_a_ranked_question_prints_as_a_line_and_its_rows_are_those_of_parquet(index: Index):
-    [ranked] = index.retrieve(["Who built tower 3?"], k=5)
-    assert repr([ranked]) == f"[RankedQuestion('q0', 5 passages, best {ranked.passages[0].id!r})]"
-    frame = pandas.DataFrame(ranked.rows)
+    [ranking] = index.retrieve(["Who built tower 3?"], k=5)
+    assert repr([ranking]) == f"[RankedQuestion('q0', 5 passages, best {ranking.passages[0].id!r})]"
+    frame = pandas.DataFrame(ranking.rows)
     assert list(frame.columns) == PARQUET_SCHEMA.names and list(frame["rank"]) == [1, 2, 3, 4, 5]
-    assert list(frame["passage_id"]) == [hit.id for hit in ranked.passages] and set(frame["question_id"]) == {"q0"}
+    assert list(frame["passage_id"]) == [hit.id for hit in ranking.passages] and set(frame["question_id"]) == {"q0"}
 
 
 def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):
