@@ -81,10 +81,16 @@ class StoredBM25:
         """As `BM25Index.search`."""
         hit_lists: list[list[Hit]] = []
         for words in self.rule.tokenize(texts):
-            best: list[tuple[float, str]] = []
-            for ids, postings in zip(self._ids, self._postings, strict=True):
-                scores_P = postings.scores(words, self._statistics)
-                best += ((-float(scores_P[row]), ids[row].as_py()) for row in _best_rows(scores_P, k))
+            scores = [postings.scores(words, self._statistics) for postings in self._postings]
+            rows = [_best_rows(scores_P, k) for scores_P in scores]
+            best_scores = [scores_P[own] for scores_P, own in zip(scores, rows)]
+            least = np.sort(np.concatenate(best_scores))[-k:].min(initial=np.inf)
+            best = [
+                (-score, ids[row].as_py())
+                for ids, own, own_scores in zip(self._ids, rows, best_scores, strict=True)
+                for row, score in zip(own.tolist(), own_scores.tolist())
+                if score >= least
+            ]
             hit_lists.append([Hit(name, -score, NO_VIEW, -1, -1) for score, name in heapq.nsmallest(k, best)])
             progress("bm25", len(hit_lists), len(texts))
         return hit_lists

@@ -217,7 +217,7 @@ class PostingsFile:
         for word in words:
             own = self.slice_of(word)
             if own.start < own.stop and (idf := statistics.idf(word)) is not None:
-                rows = self.row_N[own]
+                rows = self.row_N[own].astype(np.intp)  # once, as numpy converts other indexes at each use
                 score_P[rows] += statistics.weights(idf, self.count_N[own], self.length_P[rows])
         return score_P
 
