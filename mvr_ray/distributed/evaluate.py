@@ -41,6 +41,7 @@ from mvr_ray.core.judging.metrics import (
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.encoders import is_trained, require_encoder
+from mvr_ray.distributed.indexing.lexical import has_words
 from mvr_ray.distributed.retrieve import (
     QuestionRanker,
     QuestionSet,
@@ -182,7 +183,7 @@ def evaluate(
         queries: list[str] | None = [] if settings.hybrid or run.search.hybrid is not None else None
         measurement.add(run.index.name, rank_questions(run, router, sets, rank, progress, queries))
         if settings.bm25:
-            measurement.add(BM25_SYSTEM, _rank_by_words(run, corpus, sets, rank, progress))
+            measurement.add(BM25_SYSTEM, _rank_by_words(run, router, sets, rank, progress))
         weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
             best = best_weight(try_weights(run, router, tuning_set, progress=progress))
@@ -286,13 +287,19 @@ def _configured_sets(corpus: Corpus, settings: EvaluateConfig) -> list[QuestionS
 
 
 def _rank_by_words(
-    run: RunConfig, corpus: Corpus, sets: Sequence[QuestionSet], rank: RankSettings, progress: Progress
+    run: RunConfig, router: Router, sets: Sequence[QuestionSet], rank: RankSettings, progress: Progress
 ) -> Iterator[RankedQuestion]:
-    """Yield every question with its hits by BM25, in order."""
-    index = open_bm25(run, corpus, progress)
-    matcher = AnswerMatcher(rank.match)
-    for own in sets:
-        yield from judge_hits(own.questions, index.search(own.texts, rank.k, progress), corpus, matcher)
+    """Yield every question with its hits by BM25, in order: by the searchers where the version has whole words by the
+    run's rule, else in this process."""
+    if has_words(router.store, router.manifest, run.index.language):
+        yield from rank_questions(run, router, sets, rank._replace(hybrid="words"), progress)
+        return
+    index, matcher, count = open_bm25(run, router.corpus, progress), AnswerMatcher(rank.match), 0
+    for batch in (batch for own in sets for batch in own.batches(run.retrieve.batch)):
+        hits = index.search(batch.texts, rank.k)
+        count += len(hits)
+        progress("bm25", count, sum(len(own.questions) for own in sets))
+        yield from judge_hits(batch.questions, hits, router.corpus, matcher)
 
 
 def _rank_by_file(

@@ -94,6 +94,8 @@ class QuestionRanker:
 
     def embed(self, batch: QuestionSet) -> FloatArray:
         """Embed queries; with `refined_queries`, use the refined vector of a question where one is stored."""
+        if self.settings.hybrid == "words":  # which vectors do not affect
+            return np.zeros((len(batch.questions), self.router.dimension), np.float32)
         queries_QD = self.router.embed(batch.texts)
         if not self.settings.refined_queries:
             return queries_QD

@@ -20,13 +20,15 @@ from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed import bm25
+from mvr_ray.distributed import evaluate as evaluation
 from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
-from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical
+from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, has_words
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.mine import mine
-from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.retrieve import QuestionSet, RankSettings
+from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.index.candidates import LABELS_FILE
@@ -41,7 +43,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
 from mvr_ray.store.update import update
-from mvr_ray.types import EmbeddingBlock, Question
+from mvr_ray.types import EmbeddingBlock, Question, no_progress
 from mvr_ray.versions import rollback
 
 pytestmark = pytest.mark.data
@@ -755,6 +757,34 @@ def test_bm25_by_the_words_of_a_version_is_bm25_over_its_corpus_and_needs_no_ind
     assert version.lexical
     flip_byte(root / manifest.lexical_path("index", version.lexical.postings[0][0]))
     assert isinstance(bm25.open_bm25(run, corpus), bm25.BM25Index)
+
+
+def test_evaluation_ranks_by_words_through_the_searchers_as_in_this_process(
+    first_store, run_over, tmp_path, monkeypatch
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, lexical=True)
+    build_index.index(run)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 70, "p05": 6, "p20": 6}, {"p04"}))
+    version = build_index.index(run)
+    texts = [*map(text_of, range(20)), "rivers little little", "no such thing", "passage"]
+    questions = [Question(f"q{at}", text, positive_ids=("p05",)) for at, text in enumerate(texts)]
+    sets = [QuestionSet("one", questions[:20]), QuestionSet("two", questions[20:])]
+    rankings = []
+    with open_router(run, local=True) as router:
+        for whole in (True, False):
+            monkeypatch.setattr(evaluation, "has_words", has_words if whole else lambda *_: False)
+            monkeypatch.setattr(bm25, "BM25Index", None)  # StoredBM25 in this process
+            monkeypatch.setattr(evaluation, "open_bm25", None if whole else bm25.open_bm25)
+            rankings.append([*evaluation._rank_by_words(run, router, sets, RankSettings(7), no_progress)])
+    assert [[hit[:5] for hit in row.passages] for row in rankings[0]] == [
+        [hit[:5] for hit in row.passages] for row in rankings[1]
+    ]
+    assert [row.question for row in rankings[0]] == [row.question for row in rankings[1]] == questions
+    assert len({hit.score for hit in rankings[0][-1].passages}) < len(rankings[0][-1].passages), "equal scores"
+    assert version.lexical and has_words(store, version, "english") and not has_words(store, version, "german")
+    flip_byte(root / manifest.lexical_path("index", version.lexical.postings[0][0]))
+    assert not has_words(store, version, "english")
 
 
 def test_statistics_of_new_words_are_those_of_all_postings_which_are_not_read_back(

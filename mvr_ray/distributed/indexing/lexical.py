@@ -227,6 +227,13 @@ def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
     return CorpusStatistics(*manifests.open_lexical(store, manifest.index, manifest.lexical.statistics))
 
 
+def has_words(store: Store, manifest: Manifest, language: str) -> bool:
+    """Whether a version has words of this language by today's rule, whole in the store."""
+    if manifest.lexical is None or not are_whole(store, manifest.index, manifest.lexical.files):
+        return False
+    return rule_of(store, manifest.index, manifest.lexical) == WordRule(language)
+
+
 def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> Iterator[Passage]:
     """Yield the passages of a shard in order of id, for any number of corpus parts."""
     parts = [corpus.part(part) for part in related_shards(shard, corpus.num_shards, num_shards)]
