@@ -106,7 +106,7 @@ def mine(run: RunConfig, questions: Any, progress: Progress, settings: Mapping[s
 
     own = {**settings, "questions": _set_of(run, questions, "mine")}
     live = manifests.read(Store(run.store.path), run.index.name)
-    return stage.mine(with_settings(run, mine=own, prepare={"corpus": live.corpus}), progress)
+    return stage.mine(with_settings(run, mine=own, prepare={"corpus": live.corpus}), progress, live.corpus_digest)
 
 
 def tune(run: RunConfig, questions: Any, progress: Progress) -> "TuneReport":

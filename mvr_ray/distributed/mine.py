@@ -71,8 +71,9 @@ class HardNegatives(NamedTuple):
     scores: tuple[float, ...] = ()
 
 
-def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
-    """Store `mine.questions` with hard negatives as `mine.output`, deterministically."""
+def mine(run: RunConfig, progress: Progress = no_progress, corpus_digest: str | None = None) -> MineReport:
+    """Store `mine.questions` with hard negatives as `mine.output`, deterministically; they are passages of the corpus
+    version `corpus_digest` (None: the last)."""
     cfg, store = run.mine, Store(run.store.path)
     if cfg.rank_from >= cfg.rank_to:
         raise ConfigError(
@@ -83,7 +84,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
             f"mine.output is {cfg.output!r}, as mine.questions, and mine.max_passage_questions is "
             f"{cfg.max_passage_questions}: the set would lose its other questions; give another mine.output"
         )
-    corpus = Corpus.open(store, run.prepare.corpus)
+    corpus = Corpus.open(store, run.prepare.corpus, corpus_digest)
     questions = limit_per_passage(read_questions(corpus, cfg.questions), cfg.max_passage_questions)
     matcher = AnswerMatcher(run.evaluate.match)
     scorer = None
