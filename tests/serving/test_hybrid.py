@@ -92,7 +92,7 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
 
 def test_the_command_line_names_the_setting_that_a_version_without_words_needs(small_index, run_over):
     run, request = run_over(small_index, search={"hybrid": 2.0}), SearchRequest(queries=[QUESTION])
-    advice = r"^search: index .* has no words .*in a run file search\.hybrid: null\), or index them: set index\.lexical"
+    advice = r"^search: index .* has no words .*in a run file search\.hybrid: off\), or index them: set index\.lexical"
     with pytest.raises(ConfigError, match=advice), open_service("search", run, None, request) as service:
         service.search(request)
 
