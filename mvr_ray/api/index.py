@@ -469,7 +469,7 @@ class Index:
 
         Only what another encoder embeds is encoded; the live version is returned if nothing would change. An `Index`
         that is opened without these settings makes its next version without them: put them into the run file to keep
-        them. A store without one keeps its encoder, unless `settings` name another
+        them. An index of a store without a run file keeps its encoder, unless `settings` name another
         (`{"index": {"encoder": "trained"}}`). Raises as `build` does.
         """
         with progress_callback(progress) as callback, self._change_lock:
