@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,11 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor more in each training, for clouds
+
+STARTUP = ROOT / "tests" / "startup"  # what every Python process runs first that tests start
+runpy.run_path(str(STARTUP / "sitecustomize.py"))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # What a shell runs in the background inherits that SIGINT is ignored; tests send it to themselves and their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)

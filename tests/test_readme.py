@@ -16,7 +16,7 @@ def test_the_five_lines_give_the_output_below_them(tmp_path: Path) -> None:
     (language, program), (_, output), *_ = BLOCKS
     assert language == "python"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

@@ -28,7 +28,7 @@ ARGUMENTS = {"quickstart": ["towers"], "train_an_encoder": ["1"], "serve_and_ask
 def run(script: str, folder: Path) -> str:
     words = [str(free_ports(1)[0]) if word == "PORT" else word for word in ARGUMENTS.get(script, [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     result = subprocess.run(
         [sys.executable, EXAMPLES / f"{script}.py", *([] if script == "quickstart" else [PASSAGES]), *words],
         cwd=folder,
@@ -57,7 +57,7 @@ def test_the_notebook_runs_and_draws_its_plots(tmp_path: Path, monkeypatch: pyte
     notebook = nbformat.read(EXAMPLES / "views.ipynb", as_version=4)
     [setting] = [cell for cell in notebook.cells if "NUM_PASSAGES = 500" in cell.source]
     setting.source = setting.source.replace("500", PASSAGES)
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES), str(ROOT), os.environ["PYTHONPATH"]]))
     NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
