@@ -63,17 +63,21 @@ NEITHER = (
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[int | None], str]]:
-    """Stands in for the hub: answers every request with this status; None: nobody listens. Gives its address."""
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Stands in for the hub: answers every request with this status, but for `file`, which it has; None: nobody
+    listens. Gives its address."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
 
-        def start(status: int | None) -> str:
+        def start(status: int | None, file: str = "") -> str:
             class HubHandler(BaseHTTPRequestHandler):
                 def do_HEAD(self) -> None:
-                    self.send_response(status or 500)
-                    self.send_header("X-Error-Code", "RepoNotFound")
+                    exists = bool(file) and self.path.endswith(f"/{file}")
+                    self.send_response(200 if exists else status or 500)
+                    self.send_header("ETag", "1")
+                    self.send_header("X-Error-Code", "EntryNotFound" if file else "RepoNotFound")
+                    self.send_header("X-Repo-Commit", "1" * 40)
                     self.end_headers()
 
                 def log_message(self, *_: object) -> None: ...
@@ -105,6 +109,23 @@ def test_a_hub_model_that_cannot_be_fetched_is_refused_at_once_with_both_reading
     assert message.startswith(before)
     assert message.endswith(after)
     assert reason in message
+
+
+def test_a_hub_model_that_is_an_adapter_alone_is_refused_as_such(hub):
+    hub(404, "adapter_config.json")
+    assert refusal("some/adapter").startswith(
+        "backbone some/adapter holds an adapter (such as LoRA's), which mvr_ray does not apply; merge it by"
+    )
+
+
+def test_a_backbone_that_judges_texts_is_told(copy, caplog):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    open_tower(str(copy))
+    assert not caplog.text
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
+    open_tower(str(copy))
+    assert f"backbone {copy} is a BertForSequenceClassification, which judges texts" in caplog.text
 
 
 def test_a_folder_without_config_is_named(tmp_path):

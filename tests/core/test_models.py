@@ -399,6 +399,11 @@ REFUSALS = [
         "a chat template), which mvr_ray does not compute; its vectors would differ from those of "
         "sentence-transformers",
     ),
+    (
+        lambda folder: _edit(folder / LENGTHS[0], max_seq_length=-1),
+        "sentence_bert_config.json of backbone {0} sets max_seq_length to -1; set the most tokens of a text, or null "
+        "for as many as the model takes",
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import transformers
 from huggingface_hub import constants as hub
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -40,6 +41,11 @@ from mvr_ray.errors import EncoderError, MvrRayError, count_noun, first_line
 log = logging.getLogger(__name__)
 
 _HUB_TIMEOUT_S = 5.0
+_ADAPTER = (
+    "{} holds an adapter (such as LoRA's){}, which mvr_ray does not apply; merge it by peft "
+    "(model.merge_and_unload().save_pretrained(NEW), tokenizer.save_pretrained(NEW)) and give that {}"
+)
+_TASK = re.compile(r"For(Sequence|Token)Classification|ForQuestionAnswering")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -64,6 +70,12 @@ def open_tower(folder: str) -> Tower:
     )
     if missing := [name for name in missing if "pooler." not in name]:
         raise EncoderError(_missing_weights(what, model_type, missing, own_code))
+    if task := next((name for name in map(str, settings.get("architectures") or []) if _TASK.search(name)), None):
+        log.warning(
+            "backbone %s is a %s, which judges texts and was not trained to embed them: its vectors find little before "
+            "`train`; take an embedding model, and a cross-encoder for mine.cross_encoder",
+            *(folder, task),
+        )
     if own_code:
         log.warning(
             "backbone %s names code of its own (%s), which is not run: transformers' class for %s reads its weights, "
@@ -149,11 +161,8 @@ def _settings(folder: str, what: str, error_type: type[MvrRayError], subfolder: 
     if (adapter := Path(path) / "adapter_config.json").is_file():
         with translate_load_errors(f"{what} {folder}", "its adapter_config.json is damaged", error_type):
             base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        raise error_type(
-            f"{what} {folder} holds an adapter (such as LoRA's) of {base}, which mvr_ray does not apply; merge it by "
-            f"peft (model.merge_and_unload().save_pretrained(NEW), tokenizer.save_pretrained(NEW)) and give that "
-            f"folder, or remove adapter_config.json where the weights are merged already"
-        )
+        cure = "folder, or remove adapter_config.json where the weights are merged already"
+        raise error_type(_ADAPTER.format(f"{what} {folder}", f" of {base}", cure))
     try:
         with translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type, OSError):
             config = PreTrainedConfig.get_config_dict(path, **options)[0]
@@ -205,6 +214,10 @@ def _require_hub_model(name: str, what: str, error_type: type[MvrRayError]) -> N
     except HfHubHTTPError as error:
         if error.response.status_code == 429 or error.response.status_code >= 500:
             return
+        if isinstance(error, EntryNotFoundError):
+            with suppress(EntryNotFoundError):
+                get_hf_file_metadata(hf_hub_url(name, "adapter_config.json"), timeout=_HUB_TIMEOUT_S)
+                raise error_type(_ADAPTER.format(f"{what} {name}", "", "folder")) from None
         reason = first_line(error)
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
         reason = first_line(error)

@@ -87,7 +87,7 @@ def read_modules(folder: str) -> SentenceModules:
     lengths = next(
         (content for name in LENGTHS if (content := _read_json(folder, f"{transformer}/{name}".lstrip("/")))), {}
     )
-    _refuse_other_texts(folder, lengths)
+    _require_readable(folder, lengths)
     config = _read_json(folder, PROMPTS) or {}
     prompts, truncate_dim = config.get("prompts") or {}, config.get("truncate_dim")
     if truncate_dim:
@@ -116,14 +116,19 @@ def _reads_sentence_vectors(settings: Mapping[str, Any]) -> bool:
     return set(names) == {"sentence_embedding"}
 
 
-def _refuse_other_texts(folder: str, lengths: Mapping[str, Any]) -> None:
-    """Raise EncoderError for settings by which sentence-transformers reads a text otherwise than mvr_ray would."""
+def _require_readable(folder: str, lengths: Mapping[str, Any]) -> None:
+    """Raise EncoderError for settings that mvr_ray computes otherwise than sentence-transformers, or a wrong length."""
     other_names = [name for name in _OTHER_TEXTS if lengths.get(name)]
     kinds = lengths.get("modality_config") or {}
     if "message" in kinds:
         other_names.append("modality_config.message (each text goes through a chat template)")
     if kinds.get("text", _TOKEN_STATES) != _TOKEN_STATES:
         other_names.append("modality_config.text")
+    if (max_tokens := lengths.get("max_seq_length") or 0) < 0:
+        raise EncoderError(
+            f"{LENGTHS[0]} of backbone {folder} sets max_seq_length to {max_tokens}; set the most tokens of a text, or "
+            f"null for as many as the model takes"
+        )
     if other_names:
         raise EncoderError(
             f"{LENGTHS[0]} of backbone {folder} sets {', '.join(other_names)}, which mvr_ray does not compute; its "
