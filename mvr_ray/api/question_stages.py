@@ -153,6 +153,7 @@ def retrieve(
         warn_of_plain_queries,
     )
     from mvr_ray.distributed.router import open_router
+    from mvr_ray.distributed.unfinished_results import UnfinishedResults
 
     store = Store(run.store.path)
     live = manifests.read(store, run.index.name)
@@ -176,8 +177,8 @@ def retrieve(
         refuse_empty_answers(question_batch.questions, run.evaluate.match)
     if settings.refined_queries:
         warn_of_plain_queries(live, [question_batch.name])
-    with open_router(run, live.version) as router:
-        return list(rank_questions(run, router, [question_batch], settings, progress))
+    with open_router(run, live.version) as router, UnfinishedResults(store, live.index) as result_store:
+        return list(rank_questions(run, router, [question_batch], settings, progress, result_store=result_store))
 
 
 def _set_of(run: RunConfig, questions: Any, use: str) -> str:

@@ -22,7 +22,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,7 @@ from mvr_ray.distributed.retrieve import (
 )
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
+from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -179,19 +180,19 @@ def evaluate(
         )
     if rank.refined_queries:
         warn_of_plain_queries(base, [own.name for own in sets])
-    with open_router(run, base.version) as router:
+    with open_router(run, base.version) as router, UnfinishedResults(store, base.index) as result_store:
+        rank_all = partial(rank_questions, run, router, sets, progress=progress, result_store=result_store)
         queries: list[str] | None = [] if settings.hybrid or run.search.hybrid is not None else None
-        measurement.add(run.index.name, rank_questions(run, router, sets, rank, progress, queries))
+        measurement.add(run.index.name, rank_all(rank, queries=queries))
         if settings.bm25:
-            measurement.add(BM25_SYSTEM, _rank_by_words(run, router, sets, rank, progress))
+            measurement.add(BM25_SYSTEM, _rank_by_words(run, router, sets, rank, progress, result_store))
         weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
             best = best_weight(try_weights(run, router, tuning_set, progress=progress))
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
             weights.append(best.weight)
         for weight in dict.fromkeys(weight for weight in weights if weight is not None):
-            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress, queries)
-            measurement.add(system_name(weight), ranked_questions)
+            measurement.add(system_name(weight), rank_all(rank._replace(hybrid=weight), queries=queries))
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
         base.index,
@@ -287,12 +288,18 @@ def _configured_sets(corpus: Corpus, settings: EvaluateConfig) -> list[QuestionS
 
 
 def _rank_by_words(
-    run: RunConfig, router: Router, sets: Sequence[QuestionSet], rank: RankSettings, progress: Progress
+    run: RunConfig,
+    router: Router,
+    sets: Sequence[QuestionSet],
+    rank: RankSettings,
+    progress: Progress,
+    result_store: UnfinishedResults | None = None,
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits by BM25, in order: by the searchers where the version has whole words by the
     run's rule, else in this process."""
     if has_words(router.store, router.manifest, run.index.language):
-        yield from rank_questions(run, router, sets, rank._replace(hybrid="words"), progress)
+        rank = rank._replace(hybrid="words")
+        yield from rank_questions(run, router, sets, rank, progress, result_store=result_store)
         return
     index, matcher, count = open_bm25(run, router.corpus, progress), AnswerMatcher(rank.match), 0
     for batch in (batch for own in sets for batch in own.batches(run.retrieve.batch)):

@@ -7,8 +7,10 @@ stored with the rest for distillation. A pool of actors computes them, in batche
 depends on the number of actors.
 """
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +23,10 @@ from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings
+from mvr_ray.distributed.retrieve import QuestionRanker, RankSettings
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.examples import limit_per_passage
+from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
@@ -92,14 +95,15 @@ def mine(run: RunConfig, progress: Progress = no_progress, corpus_digest: str | 
         scorer = models.find_worker_model(run, models.CROSS_ENCODERS, cfg.cross_encoder, models.pair_spec(run))
     candidates: list[HardNegatives] = []
     own_ids = own_passages(questions, corpus, run.prepare.sources)
-    for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
-        candidates.append(
-            filter_hits(question, own_ids.get(question.id, ()), hits[cfg.rank_from :], corpus, matcher, cfg)
-        )
-        progress("mine", len(candidates), len(questions))
     scores: list[FloatArray] = [np.zeros(0, np.float32)] * len(questions)
-    if scorer:
-        scores = _scores_with_positives(run, scorer, corpus, questions, candidates, progress)
+    with UnfinishedResults(store, run.index.name) as result_store:
+        for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress, result_store)):
+            candidates.append(
+                filter_hits(question, own_ids.get(question.id, ()), hits[cfg.rank_from :], corpus, matcher, cfg)
+            )
+            progress("mine", len(candidates), len(questions))
+        if scorer:
+            scores = _scores_with_positives(run, scorer, corpus, questions, candidates, progress, result_store)
     results = [
         denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
         for row, (of, own) in enumerate(zip(candidates, scores))
@@ -184,28 +188,44 @@ def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
 
 
 def _rank_passages(
-    run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress
+    run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress, result_store: UnfinishedResults
 ) -> Iterator[Sequence[str]]:
     """Passage ids for each question down to `mine.rank_to`, best first."""
-    batches, k = QuestionSet(run.mine.questions, questions).batches(_BATCH), run.mine.rank_to
+    texts = [question.text for question in questions]
+    batches = [json.dumps(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH)]
+    inputs, k = ["mine", run.mine.method, corpus.digest], run.mine.rank_to
     if run.mine.method == "bm25":
-        index = open_bm25(run, corpus, progress)
+        compute = partial(_rank_by_words, run, corpus, progress)
+        inputs.append(run.index.language)
+    else:
+        store = Store(run.store.path)
+        base = manifests.read(store, run.index.name)
+        if base.corpus_digest != corpus.digest:
+            raise ConfigError(
+                f"index {run.index.name!r} holds a corpus of digest {base.corpus_digest}, but corpus {corpus.name!r} "
+                f"now has {corpus.digest}: its negatives would not be found in training; index again (mvr-ray index "
+                f"CONFIG)"
+            )
+        require_encoder(store, base)
+        compute = partial(_rank_by_index, run, base.version)
+        inputs.append(base.to_json().decode())
+    for hit_lists in result_store.map([*inputs, k], batches, compute):
+        yield from json.loads(hit_lists)
+
+
+def _rank_by_words(run: RunConfig, corpus: Corpus, progress: Progress, batches: Sequence[str]) -> Iterator[str]:
+    index = open_bm25(run, corpus, progress)
+    for batch in batches:
+        hit_lists = index.search(json.loads(batch), run.mine.rank_to)
+        yield json.dumps([[hit.passage_id for hit in hits] for hits in hit_lists])
+
+
+def _rank_by_index(run: RunConfig, version: int, batches: Sequence[str]) -> Iterator[str]:
+    with open_router(run, version) as router:
+        ranker = QuestionRanker(router, RankSettings(run.mine.rank_to))
         for batch in batches:
-            yield from ([hit.passage_id for hit in hits] for hits in index.search(batch.texts, k))
-        return
-    store = Store(run.store.path)
-    base = manifests.read(store, run.index.name)
-    if base.corpus_digest != corpus.digest:
-        raise ConfigError(
-            f"index {run.index.name!r} holds a corpus of digest {base.corpus_digest}, but corpus {corpus.name!r} now "
-            f"has {corpus.digest}: its negatives would not be found in training; index again (mvr-ray index CONFIG)"
-        )
-    require_encoder(store, base)
-    with open_router(run, base.version) as router:
-        ranker = QuestionRanker(router, RankSettings(k))
-        for batch in batches:
-            hit_lists = ranker.search(ranker.embed(batch), k).hits
-            yield from ([hit.passage_id for hit in hits] for hits in hit_lists)
+            hit_lists = ranker.search(router.embed(json.loads(batch)), run.mine.rank_to).hits
+            yield json.dumps([[hit.passage_id for hit in hits] for hits in hit_lists])
 
 
 class PairScorer(models.ModelWorker):
@@ -229,6 +249,7 @@ def _scores_with_positives(
     questions: Sequence[Question],
     candidates: Sequence[HardNegatives],
     progress: Progress,
+    result_store: UnfinishedResults,
 ) -> list[FloatArray]:
     """Scores of each question's positive and its candidates, none where the corpus lacks the positive."""
     positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
@@ -238,17 +259,24 @@ def _scores_with_positives(
         else (question.text, [])
         for question, of in zip(questions, candidates)
     ]
-    return _pair_scores(run, model, corpus, pairs, progress)
+    return _pair_scores(run, model, corpus, pairs, progress, result_store)
 
 
 def _pair_scores(
-    run: RunConfig, model: models.WorkerModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
+    run: RunConfig,
+    model: models.WorkerModel,
+    corpus: Corpus,
+    candidates: Sequence[Candidates],
+    progress: Progress,
+    result_store: UnfinishedResults,
 ) -> list[FloatArray]:
     """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]
     scores: list[FloatArray] = []
     with session.connect(run.resources, needs=[pool_need("cross-encoders", run.resources)]):
-        results = map_in_pool(PairScorer, {"task": model, "corpus": corpus}, batches, run.resources, "scoring pairs")
+        arguments = {"task": model, "corpus": corpus}
+        through = partial(result_store.map, ["score pairs", model.fingerprint, repr(model.spec), corpus.digest])
+        results = map_in_pool(PairScorer, arguments, batches, run.resources, "scoring pairs", through)
         for batch, values in zip(batches, results):
             ends = np.cumsum([len(ids) for _, ids in batch])
             scores += np.split(np.array(values, np.float32), ends[:-1])

@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from mvr_ray.core.reading.reader import ReadRequest, Span, choose
 from mvr_ray.distributed import models
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
+from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store, finished_file, local_copy
@@ -128,7 +130,8 @@ def read(
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        for result, spans in zip(results, _read_all(run, task, results, progress)):
+        result_store = stack.enter_context(UnfinishedResults(Store(run.store.path), run.index.name))
+        for result, spans in zip(results, _read_all(run, task, results, progress, result_store)):
             predictions_QK.append(predictions(result, spans, ks, run.read.score_weight))
             num_unread += not any(spans)
             if file is not None:
@@ -188,13 +191,18 @@ def predictions(
 
 
 def _read_all(
-    run: RunConfig, task: models.WorkerModel, results: Sequence[RankedQuestion], progress: Progress
+    run: RunConfig,
+    task: models.WorkerModel,
+    results: Sequence[RankedQuestion],
+    progress: Progress,
+    result_store: UnfinishedResults,
 ) -> Iterator[list[Span | None]]:
     """Yield the best spans of each question's passages, in order."""
     size, count = run.read.batch, 0
     questions = [(row.question.text, [hit.text for hit in row.passages]) for row in results]
     batches = [questions[start : start + size] for start in range(0, len(questions), size)]
-    for batch in map_in_pool(QuestionReader, {"task": task}, batches, run.resources, "reading"):
+    through = partial(result_store.map, ["read", task.fingerprint, repr(task.spec)])
+    for batch in map_in_pool(QuestionReader, {"task": task}, batches, run.resources, "reading", through):
         count += len(batch)
         progress("read", count, len(results))
         for spans in batch:

@@ -11,7 +11,7 @@ import base64
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.searching.searcher import Fleet
+from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -159,9 +160,11 @@ def rank_questions(
     settings: RankSettings,
     progress: Progress = no_progress,
     queries: list[str] | None = None,
+    result_store: UnfinishedResults | None = None,
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits, in order. `queries`: their vectors by batch in base64, which an empty list
-    gets, so that a further ranking of the same sets does not embed them again. Raises ResourceError if the cluster
+    gets, so that a further ranking of the same sets does not embed them again. `result_store` keeps hits meanwhile.
+    Raises ResourceError if the cluster
     cannot place the rankers, or if this process lacks their GPU."""
     resources = run.resources
     batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
@@ -185,7 +188,9 @@ def rank_questions(
     }
     count, total = 0, sum(len(batch.questions) for batch in batches)
     with_vectors = [(*batch, vectors) for batch, vectors in zip(batches, queries or itertools.repeat(""))]
-    results = map_in_pool(_PoolRanker, arguments, with_vectors, resources, "ranking questions")
+    inputs = ["rank", router.manifest.to_json().decode(), settings, arguments["keeps_queries"]]
+    through = None if result_store is None else partial(result_store.map, inputs)
+    results = map_in_pool(_PoolRanker, arguments, with_vectors, resources, "ranking questions", through)
     for (_, questions), (lists, vectors) in zip(batches, results):
         if collected_queries is not None:
             collected_queries.append(vectors)
@@ -248,8 +253,8 @@ def retrieve(
     if format == "trec":
         for question in query_set.questions:
             refuse_spaces(question.id, "question")
-    with open_router(run, base.version) as router:
-        results = rank_questions(run, router, [query_set], settings, progress)
+    with open_router(run, base.version) as router, UnfinishedResults(store, base.index) as result_store:
+        results = rank_questions(run, router, [query_set], settings, progress, result_store=result_store)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, base.index, base.version)
     return RetrieveReport(

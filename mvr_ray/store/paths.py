@@ -227,6 +227,11 @@ def staged_shard(index: str, key: str, params: str, shard: int) -> str:
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"
 
 
+def staged_results(folder: str, first: int) -> str:
+    """Results of batches of questions from the `first` on, as JSON lines."""
+    return f"{folder}/results-{first:09d}.jsonl"
+
+
 def study_step(key: str) -> str:
     """The report of one step of a study; `key` is a digest of all its inputs."""
     return f"studies/steps/{key}.json"

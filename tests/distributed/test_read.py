@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,33 @@ def test_a_ranking_that_is_not_as_deep_as_what_is_read_is_a_warning(library, run
         assert (
             "has at most 2 passages a question, and read.top_passages asks for 5: the answers" in caplog.text
         ) == warns
+
+
+def test_a_reading_that_was_stopped_continues_after_its_stored_answers(library, run_reading, monkeypatch, tmp_path):
+    num_calls, stop_at, own = 0, 2, QuestionReader.__call__
+
+    class ReaderInterruption(Exception):
+        pass
+
+    def call(reader: QuestionReader, batch) -> object:
+        nonlocal num_calls
+        if num_calls == stop_at:
+            raise ReaderInterruption
+        num_calls += 1
+        return own(reader, batch)
+
+    monkeypatch.setattr(QuestionReader, "__call__", call)
+    monkeypatch.setattr("mvr_ray.distributed.read.session.connect", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("mvr_ray.distributed.unfinished_results.SAVE_S", 0.0)
+    with pytest.raises(ReaderInterruption):
+        read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl")
+    num_calls, stop_at = 0, -1
+    report = read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl")
+    assert num_calls == -(-(QUESTIONS + 2) // 4) - 2
+    answers = (tmp_path / "answers.jsonl").read_bytes()
+    assert read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl") == report
+    assert num_calls == 2 * -(-(QUESTIONS + 2) // 4) - 2
+    assert (tmp_path / "answers.jsonl").read_bytes() == answers
 
 
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
@@ -17,6 +17,7 @@ from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
+from mvr_ray.distributed.unfinished_results import Compute
 
 if TYPE_CHECKING:
     import ray.data
@@ -69,28 +70,38 @@ def map_in_pool(
     batches: Sequence[Any],
     resources: ResourcesConfig,
     what: str,
+    through: Callable[[Sequence[str], Compute], Iterator[str]] | None = None,
 ) -> Iterator[Any]:
     """Call a pool of workers, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
 
-    Batches and results are serialised as JSON. Early results are buffered.
+    Batches and results are serialised as JSON. Early results are buffered. `through`: `UnfinishedResults.map`, which
+    calls the pool for those batches alone whose results are not stored.
     """
-    if not batches:
-        return
-    actor: Any = _PoolActor
-    constructor = {"worker": worker, "arguments": arguments, "threads": resources.threads}
+    actor = partial(cast("Any", _PoolActor), worker=worker, arguments=arguments, threads=resources.threads)
+
+    def compute(texts: Sequence[str]) -> Iterator[str]:
+        if not session.in_ray():
+            return _map_in_threads(actor, texts, min(resources.encoders_max, len(texts)))
+        return _map_in_actors(texts, actor.keywords, resources, what)
+
     texts = [json.dumps(batch) for batch in batches]
-    if not session.in_ray():
-        for result in _map_in_threads(partial(actor, **constructor), texts, min(resources.encoders_max, len(texts))):
-            yield json.loads(result)
-        return
+    if texts:
+        yield from map(json.loads, through(texts, compute) if through else compute(texts))
+
+
+def _map_in_actors(
+    texts: Sequence[str], constructor: Mapping[str, Any], resources: ResourcesConfig, what: str
+) -> Iterator[str]:
     rows = [{"number": number, "batch": text} for number, text in enumerate(texts)]
-    pipeline = dataset(rows).map_batches(actor, fn_constructor_kwargs=constructor, **pool_options(resources))
+    pipeline = dataset(rows).map_batches(
+        cast("Any", _PoolActor), fn_constructor_kwargs=dict(constructor), **pool_options(resources)
+    )
     early: dict[int, str] = {}
     expected = 0
     for row in stream_rows(pipeline, what):
         early[row["number"]] = row["result"]
         while expected in early:
-            yield json.loads(early.pop(expected))
+            yield early.pop(expected)
             expected += 1
 
 
