@@ -232,10 +232,13 @@ class ShardRefiner:
                 elif names := write_changed(embeddings, folder, changes, max_changed_share=self.task.compact_share):
                     known_files = {name: entry.files[name] for name in names}
                     known_files |= shards.keep_codes(params, embeddings.path.parent, entry.files, folder)
-                entry = shards.build_shard(self.store, self.manifest, shard, folder, known_files)
+                shards.index_folder(params, folder)
+                recall = shards.folder_recall(params, folder, recall_sample, shard)
+                entry = shards.store_shard(self.store, self.manifest.index, shard, folder, known_files)
             path = paths.shard_dir(self.manifest.index, entry.digest)
             self.store.write_bytes(paths.staged_claim(self.task.staging, path), b"")
-        recall = shards.shard_recall(self.store, self.manifest, entry, recall_sample)
+        else:
+            recall = shards.shard_recall(self.store, self.manifest, entry, recall_sample)
         is_updated = False if changes and self.manifest.index_params["kind"] != "flat" else None
         floor = shards.promised_recall(self.manifest)
         shard_result = shards.BuiltShard(entry, recall, is_updated=is_updated, least_recall=floor)
