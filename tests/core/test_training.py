@@ -45,6 +45,7 @@ TEXT = [
 
 QUESTIONS, PASSAGES, VIEWS, DIM = 8, 11, 3, 4
 PAIRS = [(one, two) for one in TEXT for two in TEXT] + [(TEXT[0], ""), ("", TEXT[1])]
+WORLDS = (1, 2, 4)
 LOSSES = ("dpr", "mvr", "camvr", "half by the best view", "own", "taught", "distil")
 
 
@@ -147,7 +148,6 @@ def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
     """Every loss in one pass and in chunks, as loss and gradients in a file `out`."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     share, actual = share_of(rank, world), {}
     for name in LOSSES:
@@ -188,17 +188,19 @@ def _distil_reference(encoder: ToyEncoder) -> Tensor:
     return loss.detach()
 
 
-def results_of_ranks(world: int, folder: Path, *backbone: str) -> list[Path]:
-    """What each of `world` processes wrote; they are forks of one process, which imports for all of them."""
-    files = [folder / f"{rank}.npz" for rank in range(world)]
-    subprocess.run([sys.executable, __file__, folder / "meet", *files, *backbone], check=True, timeout=240)
-    return files
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory) -> Path:
+    """The folder of what all ranks wrote; they are forks of one process, which imports for all of them. A rank that
+    failed has no file."""
+    folder = tmp_path_factory.mktemp("ranks")
+    subprocess.run([sys.executable, __file__, folder, tiny("bert")], check=True, timeout=240)
+    return folder
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, tmp_path):
-    for file in results_of_ranks(world, tmp_path):
-        actual = np.load(file, allow_pickle=False)
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, results):
+    for rank in range(world):
+        actual = np.load(results / f"toy-{rank}-of-{world}.npz", allow_pickle=False)
         for name in LOSSES:
             loss, expected = reference(name)
             for chunk in (0, 2):
@@ -220,10 +222,8 @@ class WithTokens:
         return self.encoder.encode_passages([self.tokenized[number] for number in numbers])
 
 
-def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, backbone: str) -> None:
-    torch.set_num_threads(1)
+def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, both: WithTokens) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    both = WithTokens(backbone)
     output = loss_and_gradients(both, share_of(rank, world), joined_loss("camvr"), PassSettings(chunk=3))
     average_gradients(both.encoder.parameters())
     np.savez(out, loss=output.terms.total, **{key: g.numpy() for key, g in gradients(both.encoder).items()})
@@ -231,19 +231,17 @@ def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, backbone: 
     dist.destroy_process_group()
 
 
-def test_two_ranks_train_a_real_encoder_as_one_process_does(tmp_path, tiny):
+def test_two_ranks_train_a_real_encoder_as_one_process_does(results, tiny):
     """Viewers before snippets, gradients in chunks, float32: every parameter's gradient, to rounding."""
-    backbone = tiny("bert")
-    files = results_of_ranks(2, tmp_path, backbone)
-    both = WithTokens(backbone)
+    both = WithTokens(tiny("bert"))
     views = both.encode_passages(range(PASSAGES))
     queries = both.encode_queries([str(q) for q in range(QUESTIONS)])
     terms = joined_loss("camvr")(queries, views.views_PVD, views.mask_PV)
     terms.total.backward()
     expected = gradients(both.encoder)
     assert any("viewer" in name for name in expected)
-    for file in files:
-        actual = np.load(file, allow_pickle=False)
+    for rank in range(2):
+        actual = np.load(results / f"encoder-{rank}-of-2.npz", allow_pickle=False)
         assert math.isclose(actual["loss"], terms.total.item(), rel_tol=1e-5)
         for name, gradient in expected.items():
             most = float(gradient.abs().max())
@@ -320,18 +318,21 @@ def test_the_rate_climbs_to_one_and_falls_in_straight_lines(total, share, factor
     assert [lr_factor(step, total, share) for step in range(total)] == factors
 
 
-def main(meeting: Path, words: list[str]) -> int:
-    """Run a fork for each file of `words`; the others name a backbone. The exit status says whether all ended well."""
-    files = [Path(word) for word in words if word.endswith(".npz")]
-    of = [partial(_encoder_on_rank, backbone=word) for word in words if not word.endswith(".npz")] or [_on_rank]
+def main(folder: Path, backbone: str) -> None:
+    """Run the ranks of each number of processes, and of an encoder; each is a fork that writes a file."""
+    torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=of[0], args=(n, len(files), meeting, file)) for n, file in enumerate(files)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+    encoder_on_rank = partial(_encoder_on_rank, both=WithTokens(backbone))
+    for name, world, work in (*(("toy", world, _on_rank) for world in WORLDS), ("encoder", 2, encoder_on_rank)):
+        arguments = (
+            (n, world, folder / f"{name}-{world}", folder / f"{name}-{n}-of-{world}.npz") for n in range(world)
+        )
+        ranks = [context.Process(target=work, args=own) for own in arguments]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    main(Path(sys.argv[1]), sys.argv[2])
