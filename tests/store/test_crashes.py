@@ -6,12 +6,13 @@ S3         it is killed before the server does what a request asks for, and when
 
 import itertools
 import json
+import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,24 +49,72 @@ def publish_shard(store: Store, folder: Path) -> Manifest:
 
 
 PUBLISHER = """
+import json
+import os
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import ShardMeta
 
-store, folder = Store(sys.argv[1]), Path(sys.argv[2])
-entry = manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5))
-live = manifest.read(store, "i")
-manifest.publish(store, replace(live, shards=(entry,), parent=live.version, config_digest="new"))
+def publish(root, folder):
+    store = Store(root)
+    entry = manifest.add_shard(store, "i", Path(folder), ShardMeta(0, 2, 5))
+    live = manifest.read(store, "i")
+    manifest.publish(store, replace(live, shards=(entry,), parent=live.version, config_digest="new"))
+
+for line in sys.stdin:
+    go, end = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.read(go, 1)
+            publish(*json.loads(line))
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+    print(child, flush=True)
+    sys.stdin.readline()
+    os.write(end, b".")
+    os.close(go)
+    os.close(end)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def publisher(store: Store, folder: Path) -> subprocess.Popen:
-    """The work as a process: the client of an object store has threads, which a fork would lack."""
-    command = [sys.executable, "-c", PUBLISHER, store.root, folder]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+class Publisher:
+    """Does the work in forks of a process that has no client of an object store: its threads would be lacking there."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", PUBLISHER]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def prepare(self, store: Store, folder: Path) -> int:
+        """The id of a fork that waits for `publish`."""
+        return int(self._ask(json.dumps([store.root, str(folder)])))
+
+    def publish(self) -> int:
+        """The exit code of the fork."""
+        return int(self._ask("go"))
+
+    def _ask(self, line: str) -> str:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Publisher]:
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    own = Publisher()
+    with own.process:
+        yield own
 
 
 def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
@@ -169,20 +218,19 @@ class End:
 
     def __init__(self, at: int, moment: str) -> None:
         self.at, self.moment = at, moment
-        self.of: subprocess.Popen | None = None
-        self.began = threading.Event()
-        self.began.set()
+        self.of: int | None = None
         self.heard: list[str] = []
 
     def hear(self, when: str, request: str) -> bool:
-        assert self.began.wait(30)
         if self.of is None or when != self.moment:
             return True
         self.heard.append(request)
         if len(self.heard) <= self.at:
             return True
-        self.of.kill()
-        self.of.wait()
+        end = os.pidfd_open(self.of)
+        signal.pidfd_send_signal(end, signal.SIGKILL)
+        select.select([end], [], [])  # readable once it has ended
+        os.close(end)
         return False
 
 
@@ -192,10 +240,9 @@ class End:
     "the live version is whole: the old one or the new one; the same work then ends well",
 )
 def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
-    s3_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property
+    s3_server: ModuleType, tmp_path: Path, publisher: Publisher, record_property
 ):
     """Before a request has had its effect is as good as before it was sent; after it, its answer is never read."""
-    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
     live: dict[tuple[int, str], bool] = {}
     requests: list[str] = []
     for at, moment in ((number, moment) for number in itertools.count() for moment in ("before", "after")):
@@ -203,16 +250,13 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
         with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
             store = Store(root)
             first = manifest.publish(store, replace(FIRST, shards=(add(store, tmp_path / f"made {at} {moment}"),)))
-            end.began.clear()
-            with publisher(store, finish_shard(tmp_path / f"new {at} {moment}", b"changed")) as process:
-                end.of = process
-                end.began.set()
-                _, errors = process.communicate()
+            end.of = publisher.prepare(store, finish_shard(tmp_path / f"new {at} {moment}", b"changed"))
+            code = publisher.publish()
             end.of = None
-            if process.returncode == 0:
+            if code == 0:
                 requests = end.heard
                 break
-            assert process.returncode == -signal.SIGKILL, errors
+            assert code == -signal.SIGKILL
             again = finish_shard(tmp_path / f"again {at} {moment}", b"changed")
             live[at, moment] = require_whole(store, first, again)
     [number] = [number for number, request in enumerate(requests) if request.endswith(paths.manifest("i", 2))]
