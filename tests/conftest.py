@@ -8,6 +8,7 @@ import atexit
 import fcntl
 import gzip
 import json
+import logging
 import os
 import re
 import runpy
@@ -129,6 +130,7 @@ def squad_dev(data_dir: Path) -> dict:
 @pytest.fixture(scope="session")
 def s3_service() -> Iterator[str]:
     """Host and port of an S3 service on this machine that is not ours, with a bucket `bucket` for any key."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
     from pyarrow import fs
@@ -140,6 +142,9 @@ def s3_service() -> Iterator[str]:
             return put(*arguments, **settings)
 
     S3Response._key_response_put = put_one  # moto looks for an object and creates it in two steps, S3 in one
+    # moto would list the folders of all its services at each request, and write a line on it
+    DomainDispatcherApplication.get_backend_for_host = lambda own, host: "s3"
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
