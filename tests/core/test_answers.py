@@ -140,7 +140,7 @@ def test_squad_passages_match_as_the_slow_transcription_says(squad_dev: dict):
     texts = [paragraph["context"] for paragraph in paragraphs[::9]]
     words = [slow_tokens(text) for text in texts]
     assert [tokenize(text) for text in texts] == words
-    answers = [[a["text"] for a in qa["answers"]] for p in paragraphs[::9] for qa in p["qas"]][::4]
+    answers = [[a["text"] for a in qa["answers"]] for p in paragraphs[::9] for qa in p["qas"]][::16]
     matcher = AnswerMatcher(max_cached_bytes=50_000)
     hits = 0
     for each in answers:

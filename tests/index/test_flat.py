@@ -123,7 +123,7 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
     views_a_step=st.sampled_from([0, 12, 1024]),
     changed_share=st.sampled_from([0.0, 0.1, 0.7]),
 )
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     shard, queries, check_exact, change, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs,
     gaps, dtype, per_block, new_kernel, step, pending, with_codes, threads, views_a_step, changed_share,
