@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,16 +20,43 @@ from mvr_ray.types import Passage
 SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
 SENTENCES = "The river rises in the hills. It runs to the sea! Where does the river end? Salt made the town rich. "
 PASSAGES = [Passage(str(i), "", (SENTENCES * 4)[: 40 + 7 * i % 291]) for i in range(40)]
+CALIBRATION = PASSAGES[::5]
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=needs_bfloat16), "int8"])
-@pytest.mark.parametrize("strategy", ["snippet_means", "viewers", "sentences"])
-def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(tiny, tmp_path, precision, strategy):
-    full = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy=strategy))
-    encoder = full.to_precision(precision, PASSAGES)
+@pytest.fixture(scope="module")
+def int8(tiny) -> Callable[..., DualEncoder]:
+    """int8(kind, strategy) is an encoder that is quantized once for the tests of this file."""
+
+    @cache
+    def quantize(kind: str = "bert", strategy: str = SPEC.strategy) -> DualEncoder:
+        full = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy))
+        return full.to_precision("int8", CALIBRATION)
+
+    return quantize
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "strategy"),
+    [
+        *(
+            pytest.param("bf16", "bert", strategy, marks=needs_bfloat16)
+            for strategy in ("snippet_means", "viewers", "sentences")
+        ),
+        ("int8", "bert", "snippet_means"),
+        ("int8", "bert", "viewers"),
+        ("int8", "distilbert", "sentences"),
+        ("int8", "mpnet", "snippet_means"),
+        ("int8", "qwen3", "snippet_means"),
+    ],
+)
+def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(
+    tiny, int8, tmp_path, precision, kind, strategy
+):
+    full = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy))
+    encoder = int8(kind, strategy) if precision == "int8" else full.to_precision(precision)
     assert encoder.fingerprint not in (full.fingerprint, full.to_precision("fp32").fingerprint)
     assert full.to_precision("fp32").fingerprint == full.fingerprint
     passages = full.tokenize_passages(PASSAGES)
@@ -45,16 +74,16 @@ def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions
         assert (copy.embed_passages(passages).views_PVD == actual.views_PVD).all()
 
 
-def test_scales_follow_from_the_passages_alone(tiny):
+def test_scales_follow_from_the_passages_alone(tiny, int8):
     full = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    one = full.to_precision("int8", PASSAGES).fingerprint
-    assert full.to_precision("int8", PASSAGES).fingerprint == one
-    assert full.to_precision("int8", PASSAGES[:20]).fingerprint != one
+    one = int8().fingerprint
+    assert full.to_precision("int8", CALIBRATION).fingerprint == one
+    assert full.to_precision("int8", CALIBRATION[:4]).fingerprint != one
 
 
 @pytest.mark.parametrize("fault", ["gone", "fewer", "unknown"])
-def test_a_snapshot_without_its_parts_is_refused(tiny, tmp_path, fault):
-    DualEncoder.from_backbone(tiny("bert"), SPEC).to_precision("int8", PASSAGES).save(tmp_path)
+def test_a_snapshot_without_its_parts_is_refused(int8, tmp_path, fault):
+    int8().save(tmp_path)
     if fault == "gone":
         (tmp_path / "int8.safetensors").unlink()
         with pytest.raises(EncoderError, match=r"has no int8.safetensors; copy or make it again"):
@@ -97,20 +126,11 @@ def test_int8_of_an_earlier_release_answers_questions_and_says_why_it_embeds_no_
         copy.embed_passages(full.tokenize_passages(PASSAGES[:2]))
 
 
-@pytest.mark.parametrize("kind", ["distilbert", "mpnet", "qwen3"])
-def test_int8_takes_other_backbones_than_bert(tiny, kind):
-    full = DualEncoder.from_backbone(tiny(kind), SPEC)
-    passages = full.tokenize_passages(PASSAGES)
-    expected = full.embed_passages(passages)
-    actual = full.to_precision("int8", PASSAGES).embed_passages(passages)
-    assert (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV].min() > 0.99
-
-
 @pytest.mark.parametrize("capability", ["avx512_vnni", "avx_vnni", None])
 def test_weights_have_seven_bits_where_the_processor_would_saturate_sums(tiny, monkeypatch, capability):
     """Without VNNI two products of bytes are added in sixteen bits: 255 * 127 * 2 is too large, 255 * 64 * 2 is not."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, capability: True})
-    encoder = DualEncoder.from_backbone(tiny("qwen3"), SPEC).to_precision("int8", PASSAGES)
+    encoder = DualEncoder.from_backbone(tiny("qwen3"), SPEC).to_precision("int8", PASSAGES[:2])
     model = (
         openvino_cpu.import_openvino()
         .Core()
@@ -140,14 +160,14 @@ def test_int8_without_nncf_says_what_to_install(tiny, monkeypatch):
 
 
 @pytest.mark.data
-def test_real_passages_in_bytes_stay_near(minilm, data_dir):
+def test_real_passages_in_bytes_stay_near(short_minilm, data_dir):
     import gzip
 
     with gzip.open(data_dir / "squad" / "dev-v1.1.json.gz", "rt") as file:
         articles = json.load(file)["data"]
     texts = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
-    full = DualEncoder.from_backbone(str(minilm), EncoderSpec(num_views=4, max_passage_tokens=128))
-    encoder = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
+    full = DualEncoder.from_backbone(str(short_minilm), EncoderSpec(num_views=4, max_passage_tokens=128))
+    encoder = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:60])])
     passages = full.tokenize_passages([Passage(str(i), "", text) for i, text in enumerate(texts[1000:1960:30])])
     expected, actual = full.embed_passages(passages), encoder.embed_passages(passages)
     cosine = (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV]
