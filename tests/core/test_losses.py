@@ -171,7 +171,7 @@ def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
         torch.testing.assert_close(now, share * one + (1 - share) * other)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000))
 def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_scored(seed):
     """Transcribed one question at a time; questions with fewer than two scores take no part."""

@@ -97,10 +97,11 @@ def test_the_interval_covers_the_mean_where_questions_of_an_article_are_alike(nu
         articles = np.repeat(np.arange(num_articles), 30)
         values = (rng.random(len(articles)) < ease_G[articles]).astype(float)
         for name, groups in (("articles", articles), ("questions", np.arange(len(articles)))):
-            interval = cluster_interval(values, groups, seed=seed, num=400)
-            inside[name] += interval.low <= 0.5 <= interval.high
+            if name == "articles" or seed < 60:
+                interval = cluster_interval(values, groups, seed=seed, num=400)
+                inside[name] += interval.low <= 0.5 <= interval.high
     assert 180 <= inside["articles"] <= 199
-    assert inside["questions"] < 150
+    assert inside["questions"] < 45
 
 
 @pytest.mark.parametrize("num_articles", [2, 3, 4, 8])

@@ -17,7 +17,7 @@ from obstore.store import GCSStore, MemoryStore, S3Store
 from pyarrow.fs import FileSystem
 
 from mvr_ray.errors import ConfigError, ManifestError, NoAnswerError, PublishConflictError, StorageError
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest, objects, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.objects import ObjectFiles, open_address
@@ -163,7 +163,10 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
         assert len(keys) == len(set(keys))
 
 
-def test_an_outcome_that_cannot_be_known_is_told_as_such(serve: Serve, s3_server: ModuleType, tmp_path: Path):
+def test_an_outcome_that_cannot_be_known_is_told_as_such(
+    serve: Serve, s3_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 0})
     with serve() as (store, script):
         new_version = draft(store, tmp_path / "made")
         script.faults.append(s3_server.Fault("versions/1.json", "down"))

@@ -102,7 +102,7 @@ def edited_part(base: tuple[Path, dict[str, Passage]], folder: Path, layers: Seq
     return CorpusPart(base_path, *files, fields={"n": "int"}), now
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(EDITS, EDITS, st.sampled_from(["whole", "beside", "over"]), st.randoms(use_true_random=False))
 def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_told(
     base_part, tmp_path_factory, edits, later, way, draw

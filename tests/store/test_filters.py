@@ -105,7 +105,7 @@ def compares(kind: str, value: object, operator: str, literal: object) -> bool:
 
 
 @given(FILTERS, ROWS, st.integers(1, 6))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_filter_over_columns_is_the_plain_evaluator_row_by_row(condition, rows, per_batch):
     schema = passage_schema(FIELDS)
     full = [{"id": str(number), "title": "", "text": "", **row} for number, row in enumerate(rows)]

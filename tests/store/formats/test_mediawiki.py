@@ -41,7 +41,7 @@ class SourcePage(NamedTuple):
     wikitext: str
 
 
-class Prepared(NamedTuple):
+class WholeDump(NamedTuple):
     """The report on the corpus of the dump, and its passages by id."""
 
     report: PrepareReport
@@ -69,14 +69,14 @@ def source_pages(dump: Path) -> dict[str, SourcePage]:
 
 
 @pytest.fixture(scope="module")
-def whole(dump: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def whole(dump: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeDump:
     store = Store(tmp_path_factory.mktemp("whole"))
     report = prepare(PrepareConfig(sources=[SourceConfig(path=str(dump))]), store)
-    return Prepared(report, {passage.id: passage for passage in only_corpus(store)})
+    return WholeDump(report, {passage.id: passage for passage in only_corpus(store)})
 
 
 @pytest.fixture(scope="module")
-def articles(whole: Prepared) -> dict[str, Passage]:
+def articles(whole: WholeDump) -> dict[str, Passage]:
     return whole.articles
 
 
@@ -111,7 +111,7 @@ def export(*pages: str, siteinfo: str = "") -> str:
 
 @pytest.mark.data
 def test_every_page_of_the_dump_is_an_article_or_counted_by_why_it_is_none(
-    whole: Prepared, source_pages: Mapping[str, SourcePage]
+    whole: WholeDump, source_pages: Mapping[str, SourcePage]
 ):
     report = whole.report
     articles = {i: own.title for i, own in source_pages.items() if own.namespace == "0" and not own.is_redirect}
