@@ -1,5 +1,6 @@
 """Encoders at rest: equal embeddings and fingerprints after loading, and damage is told."""
 
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from mvr_ray.types import Passage
 
 SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
 PASSAGES = [Passage("1", "The river", "The river rises in the hills. It runs to the sea!")]
+KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"]
 STRATEGIES = ["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
@@ -46,9 +48,14 @@ def test_a_file_that_may_not_be_read_is_not_a_missing_one(snapshot: Path, monkey
         DualEncoder.load(snapshot, only_embeds=True)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("one_tower", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "strategy", "one_tower"),
+    [
+        *itertools.product(KINDS, STRATEGIES, [True]),
+        *itertools.product(["bert"], STRATEGIES, [False]),
+        *itertools.product(KINDS[1:], ["viewers"], [False]),
+    ],
+)
 def test_a_loaded_encoder_embeds_and_is_named_as_the_saved_one(tiny, tmp_path, kind, strategy, one_tower):
     encoder = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy, tied=one_tower))
     with torch.no_grad():  # as training would: every tower becomes its own
