@@ -314,7 +314,7 @@ def test_vectors_of_any_length_score_by_their_inner_product(tmp_path: Path):
 
 
 def test_an_index_that_embeds_texts_refuses_vectors(tiny_backbone: Path, tmp_path: Path):
-    index = Index.build(PASSAGES[:3], model=tiny_backbone, path=tmp_path)
+    index = Index.build(PASSAGES[:3], model=tiny_backbone, path=tmp_path, settings={"index": {"precision": "fp32"}})
     with pytest.raises(ConfigError, match="embeds the passages itself; leave the vectors out"):
         index.upsert([("p1", "A new text.")], vectors={"p1": unit(D)})
     assert index.manifest.version == 1

@@ -457,12 +457,14 @@ def test_a_run_file_and_python_read_as_much_of_a_text_as_the_model_says_and_leav
     source.write_text("".join(json.dumps({"id": f"p{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
     run_file = tmp_path / "run.yaml"
     sections = {"store": {"path": str(tmp_path / "commands")}, "prepare": {"sources": [str(source)]}}
-    run_file.write_text(json.dumps({**sections, "encoder": {"backbone": str(model)}}))
+    index = {"precision": "fp32"}
+    run_file.write_text(json.dumps({**sections, "encoder": {"backbone": str(model)}, "index": index}))
     for stage in ("prepare", "index"):
         with pytest.raises(SystemExit) as end:
             main([stage, str(run_file)])
         assert not end.value.code
-    own, other = Index.build(source, model=str(model), path=tmp_path / "python"), Index.open(run_file)
+    own = Index.build(source, model=str(model), path=tmp_path / "python", settings={"index": index})
+    other = Index.open(run_file)
     assert shard_digests(own) == shard_digests(other)
     assert own.manifest.encoder_fingerprint == other.manifest.encoder_fingerprint
     spec = own.encoder._encoder.spec
@@ -987,7 +989,12 @@ def test_a_build_with_a_model_that_is_none_leaves_the_corpus_that_changes_start_
 
 
 def test_a_run_file_holds_settings_of_any_type_of_text(tiny_backbone: Path, tmp_path: Path):
-    Index.build(ROWS[:2], model=np.str_(tiny_backbone), path=tmp_path / "own", settings={np.str_("index"): {}})
+    Index.build(
+        ROWS[:2],
+        model=np.str_(tiny_backbone),
+        path=tmp_path / "own",
+        settings={np.str_("index"): {np.str_("precision"): np.str_("fp32")}},
+    )
     assert Index.open(tmp_path / "own").run.encoder.backbone == str(tiny_backbone)
 
 
@@ -1961,9 +1968,8 @@ def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
 
 
 def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passages(tiny_backbone: Path, tmp_path: Path):
-    index = Index.build(
-        [("x", "A <b>", "<script> here. The tower stands.")], model=str(tiny_backbone), path=tmp_path / "one"
-    )
+    rows = [("x", "A <b>", "<script> here. The tower stands.")]
+    index = Index.build(rows, model=str(tiny_backbone), path=tmp_path / "one", settings=SMALL)
     hits = index.search("tower", k=1)
     assert hits[0].snippet is not None
     assert f"»{hits[0].snippet.text}«" in repr(hits)
@@ -1994,7 +2000,7 @@ def test_torch_keeps_the_threads_of_the_caller(tiny_backbone: Path, tmp_path: Pa
 
 
 def test_a_setting_that_is_absent_stays_absent_when_others_are_given(tiny_backbone: Path, tmp_path: Path):
-    index = Index.build(["The tower stands."], model=str(tiny_backbone), path=tmp_path / "one")
+    index = Index.build(["The tower stands."], model=str(tiny_backbone), path=tmp_path / "one", settings=SMALL)
     (run_file := tmp_path / "run.yaml").write_text((tmp_path / "one" / "run.yaml").read_text())
     for path in (tmp_path / "one", run_file):
         for threads in ({}, {"torch_threads": 1}):
