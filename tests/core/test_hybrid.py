@@ -53,7 +53,7 @@ def search(index: FlatIndex, block: EmbeddingBlock, queries_QD, lexical_QP, weig
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_hybrid_search_over_shards_is_exhaustive_search_over_both_scores_to_the_last_tie(tmp_path_factory, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     num_shards, size = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 40))
