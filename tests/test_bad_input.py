@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from prepared_corpus import only_corpus
 from mvr_ray.cli import main
 from mvr_ray.cli.stage_runs import run_stage
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.cluster import session
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
@@ -50,17 +50,17 @@ def command(capsys: pytest.CaptureFixture[str]) -> Said:
     return run
 
 
-def run_file(folder: Path, **sections: dict) -> str:
+def run_file(folder: Path, **encoder: str) -> str:
     """A run file over `folder/store` and the passages of `folder/passages.tsv`."""
     run = {
         "store": {"path": str(folder / "store")},
         "prepare": {"sources": [{"path": str(folder / "passages.tsv"), "format": "dpr_tsv"}], "num_shards": 2},
-        "encoder": {"num_views": 2, "max_passage_tokens": 32},
-        "index": {"encoder": "untrained", "sort_window": 8},
+        "encoder": {"num_views": 2, "max_passage_tokens": 32, **encoder},
+        "index": {"encoder": "untrained", "sort_window": 8, "precision": "fp32"},
         "resources": {"encoders_max": 1},
     }
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({**run, **sections}))
+    path.write_text(yaml.safe_dump(run))
     return str(path)
 
 
@@ -155,30 +155,27 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
 
 
 @pytest.fixture(scope="module")
-def indexed_folder(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Path:
+def indexed_folder(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: Path) -> Path:
     """A folder with run.yaml and a store with version 1; nobody may change it."""
     folder = tmp_path_factory.mktemp("bad-input")
     (folder / "passages.tsv").write_text(passages())
-    for stage in ("prepare", "index"):
-        with pytest.raises(SystemExit) as end:
-            main([stage, run_file(folder)])
-        assert not end.value.code
+    with pytest.MonkeyPatch.context() as patch, session.staying_local():
+        patch.delenv("RAY_ADDRESS", raising=False)
+        for stage in ("prepare", "index"):
+            with pytest.raises(SystemExit) as end:
+                main([stage, run_file(folder, backbone=str(tiny_backbone))])
+            assert not end.value.code
     return folder
 
 
 @pytest.fixture
-def config(indexed_folder: Path, tmp_path: Path) -> str:
+def config(indexed_folder: Path, tiny_backbone: Path, tmp_path: Path) -> str:
     """The run file of a copy that a test may damage."""
 
-    def link_weights(source: str, target: str) -> None:
-        """Weights are linked: 90 MB that no test writes into (`flip_byte` makes a new file)."""
-        (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
-
-    shutil.copytree(indexed_folder / "store", tmp_path / "store", copy_function=link_weights)
-    return run_file(tmp_path)
+    shutil.copytree(indexed_folder / "store", tmp_path / "store")
+    return run_file(tmp_path, backbone=str(tiny_backbone))
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("backbone", "message"),
     [
@@ -203,7 +200,6 @@ def encoder_folder(store: Path) -> Path:
     return store / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)
 
 
-@pytest.mark.ray
 def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     shutil.rmtree(folder.parent)
@@ -215,24 +211,14 @@ def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, confi
     )
 
 
-WITHOUT_RAY = """
-import contextlib, io, json, sys
-from mvr_ray.cli import main
-for words in json.load(sys.stdin):
-    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
-        main([*words, "resources.address=127.0.0.1:1"])
-    print(json.dumps(err.getvalue().rstrip().rpartition("\\n")[2]))
-"""
+@pytest.fixture
+def without_cluster(command: Said, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, ...]], str]:
+    """The last line on stderr of a command in a process that is in no cluster.
 
-
-def last_lines(commands: list[tuple[str, ...]]) -> list[str]:
-    """The last line on stderr of every command, in one process that is in no cluster.
-
-    Nothing listens where their cluster should be: a command that joins it before it looks for its inputs says that.
+    Nothing listens where its cluster should be: a command that joins it before it looks for its inputs says that.
     """
-    process = [sys.executable, "-c", WITHOUT_RAY]
-    process = subprocess.run(process, input=json.dumps(commands), capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    monkeypatch.setattr(session, "has_session", lambda: False)
+    return lambda words: command(*words, "resources.address=127.0.0.1:1")[2]
 
 
 def store_questions(folder: Path) -> Path:
@@ -245,8 +231,9 @@ def store_questions(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.ray
-def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+def test_a_missing_encoder_is_named_before_a_cluster_is_joined(
+    without_cluster: Callable[[tuple[str, ...]], str], config: str, tmp_path: Path
+) -> None:
     file = store_questions(tmp_path)
     folder = encoder_folder(tmp_path / "store")
     shutil.rmtree(folder.parent)
@@ -261,11 +248,12 @@ def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_
         ("serve", config),
     ]
     message = f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. "
-    assert [line.partition("Train it")[0] for line in last_lines(commands)] == [message] * len(commands)
+    assert [without_cluster(words).partition("Train it")[0] for words in commands] == [message] * len(commands)
 
 
-@pytest.mark.ray
-def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(
+    without_cluster: Callable[[tuple[str, ...]], str], config: str, tmp_path: Path
+) -> None:
     store_questions(tmp_path)
     mine = ("mine", config, "mine.questions=dev", "mine.method=index")
     messages = {
@@ -277,11 +265,12 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
         (*mine, "index.name=other"): "index 'other' has no version in ",
         ("read", config, f"ranking={config}", "read.reader=abc"): "reader 'abc' is neither stored in ",
     }
-    for line, message in zip(last_lines(list(messages)), messages.values(), strict=True):
-        assert line.startswith(f"mvr-ray: {message}")
+    for words, message in messages.items():
+        assert without_cluster(words).startswith(f"mvr-ray: {message}")
+    listens = "no Ray cluster listens at '127.0.0.1:1'"
+    assert without_cluster(("search", config, "which river?")).startswith(f"mvr-ray: {listens}")
 
 
-@pytest.mark.ray
 def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     file = folder / paths.ENCODER_JSON
@@ -299,7 +288,6 @@ def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Sai
     )
 
 
-@pytest.mark.ray
 def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
     command: Said, config: str, tmp_path: Path
 ) -> None:
@@ -311,7 +299,6 @@ def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
     assert message.startswith(f"mvr-ray: encoder snapshot {folder} was saved as {folder.name} but loads as ")
 
 
-@pytest.mark.ray
 def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
     command: Said, config: str, tmp_path: Path
 ) -> None:
@@ -322,14 +309,13 @@ def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
     assert command("search", config, "which river?") == (
         1,
         "",
-        f"mvr-ray: shard 0 of index 'index' holds {num} passages in dimension 384; its manifest says {num} in 128. "
+        f"mvr-ray: shard 0 of index 'index' holds {num} passages in dimension 64; its manifest says {num} in 128. "
         f"Roll back, or index again",
     )
     assert command("versions", config, "rollback", "1")[0] == 0
     assert command("search", config, "which river?")[0] == 0
 
 
-@pytest.mark.ray
 def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, config: str, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     entry = manifest.read(store, "index").shards[1]
@@ -350,7 +336,6 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, c
     )
 
 
-@pytest.mark.ray
 def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) -> None:
     status, out, _ = command("versions", config, "verify")
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.arrow"))
@@ -365,7 +350,6 @@ def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) 
     assert message.endswith("/encoder.json is missing; next: copy the encoder's folder there")
 
 
-@pytest.mark.ray
 def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
     command: Said, config: str, tmp_path: Path
 ) -> None:
@@ -386,7 +370,6 @@ def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
     )
 
 
-@pytest.mark.ray
 def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_path: Path) -> None:
     file = tmp_path / "store" / paths.manifest("index", 1)
     digest = json.loads(file.read_text())["digest"]
@@ -402,7 +385,6 @@ def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_p
     assert command("search", config, "which river?") == (1, "", f"mvr-ray: {message}")
 
 
-@pytest.mark.ray
 def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str) -> None:
     status, out, _ = command(
         "search", config, "which river ends " + "there " * 10_000, "-k", str(NUM_PASSAGES), "--json"
@@ -411,7 +393,6 @@ def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str
     assert len({hit["id"] for hit in json.loads(out)["results"][0]}) == NUM_PASSAGES
 
 
-@pytest.mark.ray
 def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once(
     command: Said, config: str, tmp_path: Path
 ) -> None:
@@ -423,7 +404,6 @@ def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once
     assert [len({hit["id"] for hit in row["ctxs"]}) for row in rows] == [NUM_PASSAGES, NUM_PASSAGES]
 
 
-@pytest.mark.ray
 def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, config: str, tmp_path: Path) -> None:
     questions_file = tmp_path / "asked.jsonl"
     questions_file.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
@@ -456,7 +436,6 @@ def full(folder: Path) -> Iterator[str]:
         yield os.strerror(errno.EFBIG)
 
 
-@pytest.mark.ray
 def test_a_version_that_finds_no_room_is_not_published(command: Said, indexed_folder: Path, tmp_path: Path) -> None:
     for folder in ("indexes", "corpora", "encoders"):
         weights = shutil.ignore_patterns("*.safetensors")
