@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import socket
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import yaml
 
 from mvr_ray.cli import main
-from mvr_ray.config import load_run, resolve_path
+from mvr_ray.config import resolve_path
 
 pytestmark = pytest.mark.ray
 NUM_PASSAGES = 60
@@ -189,28 +187,3 @@ def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Ch
     assert chain.status("index", "index.name=trained", "index.encoder=trained", whole) == 0
     [row] = chain.json("versions", "list", "index.name=trained")
     assert row["encoder"].endswith(report["fingerprint"])
-
-
-@pytest.mark.slow
-def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain, serve_turn) -> None:
-    from ray import serve
-
-    from mvr_ray.serving.auth import TokenStore
-    from mvr_ray.serving.replica import application
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(application(load_run(chain.run_file), None, TokenStore()), name="mvr_ray", route_prefix="/")
-        body = json.dumps({"queries": ["a city in Africa"], "k": 3}).encode()
-        request = urllib.request.Request(f"{address}/v1/search", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            answer = json.loads(reply.read())
-        with urllib.request.urlopen(f"{address}/readyz", timeout=60) as reply:
-            assert json.loads(reply.read())["ready"] is True
-    finally:
-        serve.shutdown()
-    assert answer["results"] == chain.json("search", "a city in Africa", "-k", "3")["results"]

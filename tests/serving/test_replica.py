@@ -1,9 +1,12 @@
 """Checks what `mvr-ray serve` refuses before any cluster is touched, and an index behind a client."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +17,10 @@ from version_store import version_catalog
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_internals import environment
 from mvr_ray.errors import ConfigError, OverloadedError, ResourceError
-from mvr_ray.serving import proxy_limit
+from mvr_ray.serving import proxy_limit, replica
 from mvr_ray.serving.auth import TokenStore
 from mvr_ray.serving.replica import (
     SearchIngress,
@@ -95,26 +99,58 @@ def test_a_probe_ends_before_serve_gives_it_up_and_one_that_is_refused_has_ended
     assert [0 < deadline.timeout_s < limit_s for deadline in deadlines] == [True]
 
 
-def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypatch) -> None:
-    """A later server of this process has proxies with its own limits."""
-    store = version_catalog(tmp_path).store
+def library_run(folder: Path, **limits: int) -> RunConfig:
+    """A run over a store of the folder with versions of index `library`, as far as a server looks before it starts."""
+    store = version_catalog(folder).store
     encoder = {"fingerprint": "f" * 16, "spec": {"normalize": False}, "num_views": 2, "dimension": 3}
     content = json.dumps({"format_version": 1, **encoder}).encode()
     store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", content)
+    sections = {"store": {"path": store.root}, "index": {"name": "library"}, "serve": limits}
+    return RunConfig.model_validate(sections)
+
+
+def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypatch) -> None:
+    """A later server of this process has proxies with its own limits."""
     monkeypatch.setenv(proxy_limit.MAX_WAITING, "7")
     monkeypatch.delenv(proxy_limit.TIMEOUT_MS, raising=False)  # the shared cluster of other tests sets it
     before = dict(os.environ)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        limits = {"port": other.getsockname()[1], "timeout_ms": 1500}
-        sections = {"store": {"path": store.root}, "index": {"name": "library"}, "serve": limits}
+        run = library_run(tmp_path, port=other.getsockname()[1], timeout_ms=1500)
         with pytest.raises(ConfigError, match="cannot be listened at"):
-            serve_until_interrupted(RunConfig.model_validate(sections), None, print)
+            serve_until_interrupted(run, None, print)
     assert dict(os.environ) == before
     with environment(proxy_limit.proxy_variables(ServeConfig(timeout_ms=1500)), replace=False):
         assert (os.environ[proxy_limit.MAX_WAITING], os.environ[proxy_limit.TIMEOUT_MS]) == ("7", "1500")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_and_a_second_one_changes_nothing(tmp_path, monkeypatch, number: signal.Signals) -> None:
+    calls: list[str] = []
+
+    class SignallingProxy:
+        def start(self, port: int) -> None:
+            calls.append(f"started over {port}")
+
+        def restart_if_ended(self) -> None:
+            signal.raise_signal(number)
+
+        def stop(self) -> None:
+            for one in (signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(one)
+            calls.append("stopped")
+
+    monkeypatch.setattr(replica, "ReverseProxy", lambda config, tokens: contextlib.nullcontext(SignallingProxy()))
+    monkeypatch.setattr(session, "connect", lambda resources: contextlib.nullcontext())
+    monkeypatch.setattr(replica, "_start_serve", lambda run: 7)
+    monkeypatch.setattr(replica, "_deploy", lambda run, version, tokens, port: None)
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shut down"))
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    serve_until_interrupted(library_run(tmp_path), None, calls.append)
+    assert calls[1:2] == ["started over 7"] and calls[-3:] == ["stopping", "stopped", "shut down"]
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.parametrize("text", ["this would wait for ever: no CPU", "No module named 'mvr_ray'"])

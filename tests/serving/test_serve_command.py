@@ -1,4 +1,7 @@
-"""`mvr-ray serve` as a process: it answers, and ends when it is told to, once or twice."""
+"""`mvr-ray serve` as a process: it answers, is started again after a kill, and ends when it is told to, once or twice.
+
+The tests share one server, which the last of them kills.
+"""
 
 import http.client
 import json
@@ -12,8 +15,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import ray
@@ -25,15 +30,20 @@ from ray._private.state import actors
 from server import ADMIN, command
 from waiting import until
 
+from mvr_ray.cli import main
 from mvr_ray.client import Client, RefusedError, UnreachableError
+from mvr_ray.config import RunConfig
 from mvr_ray.distributed.cluster.ray_internals import has_orphan
+from mvr_ray.distributed.cluster.session import staying_local
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.replica import serve_until_interrupted
+
+QUESTION = "What was the oil crisis?"
 
 
 def asked_at_once(address: str, times: int) -> list[str]:
     """Of so many requests at a time: how each was answered, with the message of an error."""
-    body = json.dumps({"queries": ["What was the oil crisis?"] * 64}).encode()
+    body = json.dumps({"queries": [QUESTION] * 64}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
     request = urllib.request.Request(f"{address}/v1/search", body, headers)
 
@@ -108,77 +118,70 @@ def turned_away(port: int, case: str) -> str:
         connection.close()
 
 
+class RunningCommand(NamedTuple):
+    """A server that answers: the run of its command, its process, and the lines that this has written."""
+
+    run: RunConfig
+    process: subprocess.Popen[str]
+    lines: list[str]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.run.serve.port}"
+
+
+@pytest.fixture(scope="module")
+def server(small_index, run_over, serve_turn, tmp_path_factory) -> Iterator[RunningCommand]:
+    run = run_over(small_index, serve={"port": free_ports(1)[0]})
+    with command(run, tmp_path_factory.mktemp("served")) as (process, lines):
+        yield RunningCommand(run, process, lines)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.stderr.read()
+
+
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
-def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_word_too_many(
-    small_index, run_over, proxy_waiting, serve_turn, tmp_path
+def test_the_command_answers_whatever_it_is_sent_and_no_bad_input_ends_a_process(
+    server, small_index, run_over, proxy_waiting
 ):
-    port = free_ports(1)[0]
-    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, output):
-        address = f"http://127.0.0.1:{port}"
-        with Client(address, token=ADMIN, timeout_s=60) as client:
-            answer = client.search(["What was the oil crisis?"], k=2)
-            assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
-            assert client.versions().serving == 1 and client.ready().ready
-        processes = serving_processes()
-        first_births = births(log_lines(processes))
-        born = Counter(line.split(":")[0] for line in first_births.elements())
-        assert born["replica started"] == 1 <= born["searcher started"]
-        assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
-        replies = asked_at_once(address, 4 * proxy_waiting)
-        with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
-            stranger.search(["What was the oil crisis?"])
-        headers = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
-        assert send(port, chunked_body(headers, 33)) == RawReply(413, "body_too_large")
-        with Client(address, token=ADMIN, timeout_s=60) as client:
-            assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
-        assert serving_processes() == processes
-        lines = log_lines(processes)
-        assert births(lines) == first_births, "bad input has ended a replica or a searcher"
-        by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
-        line = by_request["bad-unknown-version"]
-        assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.middleware")
-        assert re.match(
-            r"request: id=bad-unknown-version method=POST route=/v1/search status=404 took_ms=", line["message"]
-        )
-        search_lines = [line for line in lines if line["message"].startswith("searched: index=")]
-        assert search_lines and all("status=200" in by_request[line["request"]]["message"] for line in search_lines)
-        assert not any(ADMIN in str(line) for line in lines)
-        with pytest.raises(ConfigError, match=r"listens on 127\.0\.0\.1:\d+ already"):
-            serve_until_interrupted(run_over(small_index, serve={"port": free_ports(1)[0]}), None, print)
-        with Client(address, token=ADMIN, timeout_s=60) as client:  # it goes on
-            assert client.ready().ready
-        server.send_signal(signal.SIGINT)
-        for line in server.stderr:
-            output.append(line)
-            if line == "stopping\n":
-                server.send_signal(signal.SIGINT)
-    assert server.returncode == 0, "".join(output)
+    port = server.run.serve.port
+    with Client(server.address, token=ADMIN, timeout_s=60) as client:
+        answer = client.search([QUESTION], k=2)
+        assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
+        assert client.versions().serving == 1 and client.ready().ready
+    processes = serving_processes()
+    first_births = births(log_lines(processes))
+    born = Counter(line.split(":")[0] for line in first_births.elements())
+    assert born["replica started"] == 1 <= born["searcher started"]
+    assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
+    replies = asked_at_once(server.address, 4 * proxy_waiting)
+    with Client(server.address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
+        stranger.search([QUESTION])
+    headers = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
+    assert send(port, chunked_body(headers, 33)) == RawReply(413, "body_too_large")
+    with Client(server.address, token=ADMIN, timeout_s=60) as client:
+        assert client.search([QUESTION], k=2).results == answer.results and client.ready().ready
+    assert serving_processes() == processes
+    lines = log_lines(processes)
+    assert births(lines) == first_births, "bad input has ended a replica or a searcher"
+    by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
+    line = by_request["bad-unknown-version"]
+    assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.middleware")
+    assert re.match(
+        r"request: id=bad-unknown-version method=POST route=/v1/search status=404 took_ms=", line["message"]
+    )
+    search_lines = [line for line in lines if line["message"].startswith("searched: index=")]
+    assert search_lines and all("status=200" in by_request[line["request"]]["message"] for line in search_lines)
+    assert not any(ADMIN in str(line) for line in lines)
+    with pytest.raises(ConfigError, match=r"listens on 127\.0\.0\.1:\d+ already"):
+        serve_until_interrupted(run_over(small_index, serve={"port": free_ports(1)[0]}), None, print)
+    with Client(server.address, token=ADMIN, timeout_s=60) as client:  # it goes on
+        assert client.ready().ready
     refusal = f"503 {proxy_waiting} requests are in flight already 1"  # by the proxy; the replica would take more
     assert set(replies) == {"200", refusal} and replies.count("200") >= proxy_waiting
     assert len(answer.results[0]) == 2 and answer.exact.certified and answer.coverage.share == 1
-    assert not any(ADMIN in line for line in output)
-    assert "stopping\n" in output and not any("Traceback" in line for line in output)
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-@pytest.mark.slow
-@pytest.mark.data
-@pytest.mark.ray
-def test_the_command_starts_again_on_a_cluster_where_it_was_killed(small_index, run_over, serve_turn, tmp_path):
-    run = run_over(small_index, serve={"port": free_ports(1)[0]})
-    with command(run, tmp_path) as (first, _):
-        first.kill()
-        first.wait()
-    until(lambda: has_orphan("ServeController"), every_s=0.1)  # Ray notices it after a moment
-    with command(run, tmp_path) as (server, output):
-        with Client(f"http://127.0.0.1:{run.serve.port}", token=ADMIN, timeout_s=60) as client:
-            assert client.search(["What was the oil crisis?"], k=2).coverage.share == 1
-        server.send_signal(signal.SIGTERM)
-        server.stderr.read()
-    assert server.returncode == 0 and not has_orphan("ServeController"), "".join(output)
 
 
 def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
@@ -195,37 +198,65 @@ def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
+def test_http_gives_what_the_command_line_gives(server, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(server.run.model_dump(mode="json")))
+    with staying_local(), pytest.raises(SystemExit):
+        main(["search", str(tmp_path / "run.yaml"), QUESTION, "-k", "3", "--json", "resources.local_passages=1000"])
+    body = json.dumps({"queries": [QUESTION], "k": 3}).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+    request = urllib.request.Request(f"{server.address}/v1/search", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert json.loads(reply.read())["results"] == json.loads(capsys.readouterr().out)["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
 @pytest.mark.chaos(
     "replica stopped, then killed, behind the real proxy", "504 by the deadline, 503 at once; then served"
 )
-def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_deadline(
-    small_index, run_over, serve_turn, tmp_path, record_property
-):
-    port = free_ports(1)[0]
-    address = f"http://127.0.0.1:{port}"
-    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, _):
-        alive = actors(actor_state_name="ALIVE").values()
-        [replica] = [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")]
-        assert timed_search(address, 10_000)[0] == "200"
-        os.kill(replica, signal.SIGSTOP)
-        timeouts = [timed_search(address, int(1000 * deadline_s)) for deadline_s in (0.5, 1.5)]
-        with ThreadPoolExecutor(1) as thread:
-            waiting = thread.submit(timed_search, address, 10_000)
-            with Client(address, token=ADMIN) as client, pytest.raises(UnreachableError, match="timeout"):
-                client.ready(timeout_s=1)
-            os.kill(replica, signal.SIGKILL)
-            outcome = waiting.result()
-        with Client(address, token=ADMIN) as client:
-            assert client.search(["What was the oil crisis?"], k=2, timeout_s=120).coverage.share == 1
-        server.send_signal(signal.SIGINT)
-        server.stderr.read()
-    assert server.returncode == 0
+def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_deadline(server, record_property):
+    alive = actors(actor_state_name="ALIVE").values()
+    [replica] = [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")]
+    assert timed_search(server.address, 10_000)[0] == "200"
+    os.kill(replica, signal.SIGSTOP)
+    timeouts = [timed_search(server.address, int(1000 * deadline_s)) for deadline_s in (0.5, 1.5)]
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(timed_search, server.address, 10_000)
+        with Client(server.address, token=ADMIN) as client, pytest.raises(UnreachableError, match="timeout"):
+            client.ready(timeout_s=1)
+        os.kill(replica, signal.SIGKILL)
+        outcome = waiting.result()
+    with Client(server.address, token=ADMIN) as client:
+        assert client.search([QUESTION], k=2, timeout_s=120).coverage.share == 1
     assert [answer for answer, _ in timeouts] == ["504 timeout"] * 2
     for deadline_s, (_, took_s) in zip((0.5, 1.5), timeouts):
         assert deadline_s <= took_s < deadline_s + LATE_S
     assert outcome[0] in ("200", "503 unavailable", "504 timeout") and outcome[1] < 10 + LATE_S
     seconds = ", ".join(f"{seconds:.1f}" for _, seconds in timeouts)
     record_property("figures", f"stopped: 504 after {seconds} s; killed: {outcome[0]} after {outcome[1]:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_the_command_starts_again_where_it_was_killed_and_then_ends_without_a_word_too_many(server, tmp_path):
+    server.process.kill()
+    server.process.wait()
+    until(lambda: has_orphan("ServeController"), every_s=0.1)  # Ray notices it after a moment
+    with command(server.run, tmp_path) as (again, output):
+        with Client(server.address, token=ADMIN, timeout_s=60) as client:
+            assert client.search([QUESTION], k=2).coverage.share == 1
+        again.send_signal(signal.SIGINT)
+        for line in again.stderr:
+            output.append(line)
+            if line == "stopping\n":
+                again.send_signal(signal.SIGTERM)
+    assert again.returncode == 0 and not has_orphan("ServeController"), "".join(output)
+    assert not any(ADMIN in line for line in [*server.lines, *output])
+    assert "stopping\n" in output and not any("Traceback" in line for line in output)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", server.run.serve.port)) != 0
 
 
 NO_PROXY = """
@@ -253,7 +284,15 @@ def test_a_proxy_that_does_not_start_ends_the_command_with_one_line(small_index,
     environment["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "0.1"
     (tmp_path / "sitecustomize.py").write_text(NO_PROXY)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = [sys.executable, "-m", "mvr_ray.cli", "serve", str(file), "resources.address=null"]
+    words = [
+        sys.executable,
+        "-m",
+        "mvr_ray.cli",
+        "serve",
+        str(file),
+        "resources.address=null",
+        "resources.local_cpus=2",
+    ]
     result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     lines = result.stderr.splitlines()
