@@ -99,21 +99,21 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
             assert user.search(["nile"], k=1).results
 
 
-def test_half_requests_are_closed_in_time_and_their_address_alone_is_kept_out() -> None:
-    limits = {"timeout_ms": CLOSED_MS, "max_connections": 100}
-    with app_behind_haproxy(**limits) as proxy, half_requests(port(proxy), 150) as sockets:
-        with client(proxy) as user:
+def test_half_requests_are_closed_in_time_and_slow_bodies_told_that_they_are_late_and_others_are_answered() -> None:
+    """Half requests keep out their own address alone, and a slow body takes no slot. Two proxies wait at once."""
+    part_of_body = SEARCH + b"content-length: 100\r\n\r\n{"
+    with (
+        app_behind_haproxy(timeout_ms=CLOSED_MS, max_connections=100) as half_proxy,
+        app_behind_haproxy(timeout_ms=CLOSED_MS, max_waiting=4) as slow_proxy,
+        half_requests(port(half_proxy), 150) as half,
+        half_requests(port(slow_proxy), 40, part_of_body) as slow,
+    ):
+        with client(half_proxy) as user:
             assert user.search(["nile"], k=1, timeout_s=ANSWERED_S).results
-        assert closed_by_server(sockets, within_s=30) == len(sockets) >= 50
-
-
-def test_slow_bodies_take_no_slot_and_are_told_that_they_are_late() -> None:
-    slow = SEARCH + b"content-length: 100\r\n\r\n{"
-    limits = {"timeout_ms": CLOSED_MS, "max_waiting": 4}
-    with app_behind_haproxy(**limits) as proxy, half_requests(port(proxy), 40, slow) as sockets:
-        with client(proxy) as user:
+        with client(slow_proxy) as user:
             assert [user.search(["nile"], k=1, timeout_s=ANSWERED_S).version for _ in range(5)] == 5 * [3]
-        assert {read_reply(raw) for raw in sockets} == {RawReply(408, "request_late")}
+        assert {read_reply(raw) for raw in slow} == {RawReply(408, "request_late")}
+        assert closed_by_server(half, within_s=30) == len(half) >= 50
 
 
 def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered() -> None:
