@@ -551,7 +551,10 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
         assert line.startswith(f"mvr-ray: {message}")
 
 
-@pytest.mark.parametrize("python_buffer", ["", "1"])
+@pytest.mark.parametrize(
+    ("target", "python_buffer"),
+    [("/dev/full", ""), ("/dev/full", "1"), ("&-", "")],  # Python buffers no closed stdout
+)
 @pytest.mark.parametrize(
     "words",
     [
@@ -562,17 +565,18 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
         ["plan", "--passages", "100", "--json"],
     ],
 )
-def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:
+def test_a_full_or_closed_stdout_is_one_line_and_status_1(
+    run_file: str, words: list[str], target: str, python_buffer: str
+) -> None:
     command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 2)), *words[1:]]
     variables = {**os.environ, "PYTHONUNBUFFERED": python_buffer}
     messages = {
         "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
         "&-": "standard output is closed; redirect it to a file, or to /dev/null",
     }
-    for target, message in messages.items():
-        shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
-        process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
-        assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
+    shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
+    process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stderr) == (1, f"mvr-ray: {messages[target]}\n")
 
 
 def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_is_one() -> None:
