@@ -31,13 +31,13 @@ WORKER_DIED = "WARNING mvr_ray.distributed.cluster.ray_internals: a Ray worker d
 
 @pytest.fixture
 def run_file(tmp_path: Path, tiny_backbone: Path) -> str:
-    rows = [{"id": str(i), "text": f"Sentence {i} is here. " * 8} for i in range(400)]
+    rows = [{"id": str(i), "text": f"Sentence {i} is here. " * 8} for i in range(200)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run = {
         "store": {"path": str(tmp_path / "store")},
         "prepare": {"sources": [str(tmp_path / "rows.jsonl")], "num_shards": 2},
         "encoder": {"backbone": str(tiny_backbone)},
-        "index": {"sort_window": 4, "tokens_per_batch": 64},
+        "index": {"sort_window": 4, "tokens_per_batch": 64, "precision": "fp32"},
         "resources": {"encoders_max": 1, "local_passages": 0},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
