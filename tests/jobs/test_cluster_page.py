@@ -1,7 +1,4 @@
-"""Follows docs/cluster.md line by line: two nodes on one machine, with ports and folders of the test's own.
-
-Also the steps of deploy/Dockerfile, as far as they go without Docker.
-"""
+"""Checks what docs/cluster.md says that a node needs, and the steps of deploy/Dockerfile, as far as without Docker."""
 
 import importlib
 import json
@@ -10,100 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from node_ports import free_ports
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-TERMINALS = dict(re.findall(r'^```bash title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
-NODE_OPTIONS = (
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "runtime-env-agent-port",
-    "metrics-export-port",
-)
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="mvr-", dir="/tmp"))  # Ray's sockets stand in it: its path must be short
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def environment(home: Path) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return own | {"HOME": str(home), "PATH": path, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "COLUMNS": "80"}
-
-
-def with_options(lines: str, port: int, options: str) -> str:
-    """The lines of a terminal, with a port of the test's own and `options` for each `ray start`."""
-    return re.sub(r"^(ray start .*)$", rf"exec \1 {options}", lines.replace("6379", str(port)), flags=re.MULTILINE)
-
-
-@contextmanager
-def terminal(lines: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A node that runs until the block ends, like a terminal that is left open."""
-    command = ["bash", "-e", "-c", lines]
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as node:
-        try:
-            assert node.stdout
-            output = []
-            for line in node.stdout:
-                output.append(line)
-                if "Ray runtime started" in line:
-                    break
-            else:
-                pytest.fail("the node did not start:\n" + "".join(output))
-            yield
-        finally:
-            node.terminate()
-            with suppress(subprocess.TimeoutExpired):  # it can wait for its raylet, which is gone, forever
-                node.communicate(timeout=60)
-            node.kill()
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment: dict[str, str]) -> None:
-    once, head, second, work = TERMINALS.values()
-    port, dashboard, client, *agents = free_ports(3 + 2 * len(NODE_OPTIONS))
-    own = [
-        " ".join(f"--{name}={number}" for name, number in zip(NODE_OPTIONS, numbers))
-        for numbers in (agents[: len(NODE_OPTIONS)], agents[len(NODE_OPTIONS) :])
-    ]
-    subprocess.run(["bash", "-e", "-c", once], cwd=home, env=environment, check=True, capture_output=True)
-    head_options = f"{own[0]} --temp-dir={home}/ray --dashboard-port={dashboard} --ray-client-server-port={client}"
-    with ExitStack() as nodes:
-        nodes.enter_context(terminal(with_options(head, port, head_options), home, environment))
-        nodes.enter_context(terminal(with_options(second, port, own[1]), home, environment))
-        process = subprocess.run(
-            ["bash", "-e", "-x", "-c", work.replace("6379", str(port))],
-            cwd=home,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", process.stdout), process.stdout
-    assert "live: version 1 of index wiki, 200 passages" in process.stdout
-    assert "200 of 200 passages searched, exact" in process.stdout
-    assert "evaluated: version 1" in process.stdout
-
 
 IMPORTS_OF_INDEX = """
 import contextlib, importlib.metadata, json, sys
