@@ -120,7 +120,8 @@ def serve(live: InMemoryIndex, tokens: TokenStore | None = None, hybrid: float |
 
 
 @pytest.fixture(scope="module")
-def browser():
+def window():
+    """A window of a browser, whose tabs share nothing: each test has a server at a port of its own."""
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -128,19 +129,20 @@ def browser():
         pytest.skip("no Chromium here; install one (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
+        with chromium.new_context() as context:
+            context.new_page()  # a window without a tab closes, and to open one takes a second of CPU
+            yield context
         chromium.close()
 
 
 @pytest.fixture
-def tab(browser):
-    context = browser.new_context()
-    page = context.new_page()
+def tab(window):
+    page = window.new_page()
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
     page.on("console", lambda message: page.wrong.append(message.text) if message.type == "error" else None)
     yield page
-    context.close()
+    page.close()
 
 
 def rows(tab, column: int = 0) -> list[str]:
