@@ -13,6 +13,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import resolve_path
 
 pytestmark = pytest.mark.ray
+without_ray = pytest.mark.usefixtures("without_ray")  # so that no actor starts for each command
 NUM_PASSAGES = 60
 
 
@@ -47,7 +48,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: Path, ray_ses
         "prepare": {"sources": [source], "splits": [{"source": "asked", "gate_share": 0.2}], "num_shards": 2},
         "encoder": {"backbone": str(tiny_backbone), "num_views": 4, "max_passage_tokens": 96},
         "train": {"loss": "camvr", "max_steps": 2, "batch_questions": 4, "num_hard_negatives": 0},
-        "index": {"encoder": "untrained", "sort_window": 16},
+        "index": {"encoder": "untrained", "sort_window": 16, "precision": "fp32"},
         "refine": {
             "questions": "asked_known",
             "gate": ["asked_gate"],
@@ -74,6 +75,7 @@ def test_a_question_finds_its_passage_and_the_snippet_is_part_of_it(chain: Chain
         assert snippet is None or hit["text"][snippet["start"] : snippet["stop"]] == snippet["text"]
 
 
+@without_ray
 def test_an_explanation_names_the_view_that_search_names_and_writes_its_page(chain: Chain, capsys) -> None:
     questions = ["a city in Africa", "a kind of animal"]
     page = chain.folder / "page.html"
@@ -102,20 +104,16 @@ def test_an_explanation_names_the_view_that_search_names_and_writes_its_page(cha
     assert explanation["passages"][0]["title"] in output and " «" in output
 
 
+@without_ray
 def test_k_beyond_the_corpus_gets_every_passage_once(chain: Chain) -> None:
     [hits] = chain.json("search", "a city", "-k", "500")["results"]
     assert len({hit["id"] for hit in hits}) == len(hits) == chain.json("versions", "list")[0]["passages"]
 
 
+@without_ray
 @pytest.mark.parametrize(
     ("form", "suffix"),
-    [
-        ("dpr", "json"),
-        *(
-            pytest.param(form, suffix, marks=pytest.mark.slow)
-            for form, suffix in (("jsonl", "jsonl"), ("parquet", "parquet"), ("trec", "run"))
-        ),
-    ],
+    [("dpr", "json"), ("jsonl", "jsonl"), ("parquet", "parquet"), ("trec", "run")],
 )
 def test_rankings_are_written_in_every_format(chain: Chain, form: str, suffix: str) -> None:
     output = chain.folder / f"ranking.{suffix}"
@@ -157,6 +155,7 @@ def test_evaluate_reports_every_question_set(chain: Chain) -> None:
     assert all(0 <= row["low"] <= row["value"] <= row["high"] <= 1 for row in rows)
 
 
+@without_ray
 def test_a_stage_that_lacks_an_earlier_one_names_its_command(chain: Chain, capsys) -> None:
     assert chain.status("search", "a question", "index.name=other") == 1
     assert "mvr-ray index CONFIG" in capsys.readouterr().err
@@ -166,6 +165,7 @@ def test_a_stage_that_lacks_an_earlier_one_names_its_command(chain: Chain, capsy
     assert "nowhere" in capsys.readouterr().err
 
 
+@without_ray
 def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys) -> None:
     assert chain.status("index", "index.name=damaged") == 0
     [path, *_] = sorted((chain.folder / "store" / "indexes" / "damaged" / "shards").rglob("embeddings.arrow"))
@@ -183,7 +183,6 @@ def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys)
 @pytest.mark.slow
 def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Chain) -> None:
     report = chain.json("train")
-    whole = "index.precision=fp32"  # another precision is another encoder
-    assert chain.status("index", "index.name=trained", "index.encoder=trained", whole) == 0
+    assert chain.status("index", "index.name=trained", "index.encoder=trained") == 0
     [row] = chain.json("versions", "list", "index.name=trained")
     assert row["encoder"].endswith(report["fingerprint"])
