@@ -6,8 +6,11 @@ import json
 import random
 import re
 import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from scipy import stats
 
 from mvr_ray import __version__
 from mvr_ray.comparison import difference
-from mvr_ray.config import load_run
+from mvr_ray.config import RunConfig, load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test, share_interval
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
@@ -38,6 +41,7 @@ from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
 from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.store.runs import to_plain
 from mvr_ray.studies import execute, results
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
@@ -51,7 +55,7 @@ from mvr_ray.studies.steps import StudyPlan, plan_study
 from mvr_ray.studies.study import run_study
 from mvr_ray.studies.tables import format_change
 from mvr_ray.studies.view_tables import view_table
-from mvr_ray.types import Question, no_progress
+from mvr_ray.types import Progress, Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUDY_FILES = sorted(
@@ -658,13 +662,37 @@ def small(corpus_store, run_over, tmp_path):
     return plain
 
 
+class StepsInThisProcess(ExitStack):
+    """Stands for `StagePool`: a step has ended when its start returns. Its report is the same as through Ray."""
+
+    def __init__(self, cluster: ClusterInfo) -> None:
+        super().__init__()
+        self._reports: dict[str, dict] = {}
+
+    def start(self, name: str, stage: Callable, run: RunConfig, progress: Progress, gpus: float = 0) -> None:
+        self._reports[name] = to_plain(stage(run, progress))
+
+    def wait(self) -> str:
+        return next(iter(self._reports))
+
+    def report(self, name: str) -> dict:
+        return self._reports.pop(name)
+
+
+@pytest.fixture
+def steps_without_ray(without_ray, monkeypatch) -> None:
+    """Steps of a study run in this process; ask for it before `small`."""
+    cluster = SimpleNamespace(connect=lambda resources, dashboard: nullcontext(ClusterInfo(2, 0, (), is_local=True)))
+    monkeypatch.setattr(execute, "session", cluster)
+    monkeypatch.setattr(execute, "StagePool", StepsInThisProcess)
+
+
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, tmp_path, ray_session, monkeypatch):
-    path = write(
-        small, contrasts=CONTRASTS, sizes={"quick": {"about": "tiny", "set": ["train.max_steps=1"], "seeds": [1]}}
-    )
+    size = {"about": "tiny", "set": ["train.max_steps=1"], "seeds": [1]}
+    path = write(small, contrasts=CONTRASTS, sizes={"quick": size}, variants=STUDY["variants"][:2])
     plan = plan_study(load_study(path))
     store = Store(small["store"]["path"])
     run = load_run(tmp_path / "run.yaml")
@@ -683,7 +711,7 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
 
     monkeypatch.setattr(execute, "_prepare", count_prepare)
     monkeypatch.setattr(execute, "_start", count_start)
-    with pytest.raises(StudyError, match=r"step 3 of 9 failed: mvr-ray index .*as if it had failed; correct it"):
+    with pytest.raises(StudyError, match=r"step 3 of 7 failed: mvr-ray index .*as if it had failed; correct it"):
         run_plan(plan, store, run)
     lines: list[str] = []
     records = run_plan(plan, store, run, lambda what, count, total: lines.append(what), at_once=2)
@@ -691,22 +719,22 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     assert set(records) == set(plan.steps)
     assert {what.partition(":")[0] for what in lines} == {"lane 1", "lane 2", "study steps"}
     assert run_plan(plan, store, run) == records
-    assert len(ran) == 10
+    assert len(ran) == 8
     result = run_study(path, output=tmp_path / "out")
     folder = tmp_path / "out" / "small-quick"
     content = json.loads((folder / "report.json").read_text())
     assert [table["title"] for table in content["tables"]][:2] == ["Retrieval", "Differences"]
-    assert result.steps == len(content["steps"]) == 9
+    assert result.steps == len(content["steps"]) == 7
     page = (folder / "report.html").read_text()
     assert "A &lt;small&gt; study" in page and "://" not in page
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "attention-kl-snippets.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.data
-@pytest.mark.ray
 def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on_file(
-    write, small, tmp_path, ray_session
+    write, steps_without_ray, small, tmp_path
 ):
     size = {
         "set": ["train.max_steps=3", "train.batch_questions=8", "index.precision=fp32"],
@@ -747,9 +775,9 @@ def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on
     assert [row[0] for row in content["tables"][0]["rows"]] == ["mean", "untrained"]
 
 
+@pytest.mark.slow
 @pytest.mark.data
-@pytest.mark.ray
-def test_a_study_goes_on_from_a_report_that_another_store_made(write, small, tmp_path, ray_session):
+def test_a_study_goes_on_from_a_report_that_another_store_made(write, steps_without_ray, small, tmp_path):
     """The variant that the report has does not run, and what is said of both is what one store says."""
     size = {"set": ["train.max_steps=2", "train.batch_questions=8", "index.precision=fp32"], "curve": [1], "seeds": [1]}
     evaluate = {"stage": "evaluate", "set": ["evaluate.bm25=true"]}
