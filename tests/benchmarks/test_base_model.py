@@ -78,17 +78,17 @@ def test_the_fetched_model_reads_as_sentence_transformers_reads_it(tmp_path: Pat
     )
     prompted_spec = replace(plain, query_prompt=prompts["query"], passage_prompt=prompts["document"])
     model = SentenceTransformer(folder, device="cpu")
-    for spec, of_oracle in (
-        (plain, {}),
-        (prompted_spec, {"prompts": prompts}),
-        (replace(plain, truncate_dim=64, normalize=True), {"truncate_dim": 64}),
+    for spec, of_oracle, texts in (
+        (plain, {}, TEXTS),
+        (prompted_spec, {"prompts": prompts}, TEXTS),
+        (replace(plain, truncate_dim=64, normalize=True), {"truncate_dim": 64}, QUERIES),
     ):
         oracle = SentenceTransformer(modules=list(model), device="cpu", **of_oracle)
-        options = {"normalize_embeddings": bool(spec.normalize)}
-        passages_PD, queries_QD = oracle.encode_document(TEXTS, **options), oracle.encode_query(QUERIES, **options)
+        options = {"normalize_embeddings": bool(spec.normalize), "batch_size": 1}  # without padding to the longest
+        passages_PD, queries_QD = oracle.encode_document(texts, **options), oracle.encode_query(QUERIES, **options)
         encoder = DualEncoder.from_backbone(folder, spec)
         encoder.save(tmp_path / encoder.fingerprint)
-        for own, texts in ((encoder, TEXTS), (DualEncoder.load(tmp_path / encoder.fingerprint), QUERIES)):
-            views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in texts])).views_PVD
-            np.testing.assert_allclose(views_PVD[:, 0], passages_PD[: len(texts)], atol=1e-5)
+        for own, rows in ((encoder, texts), (DualEncoder.load(tmp_path / encoder.fingerprint), QUERIES)):
+            views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in rows])).views_PVD
+            np.testing.assert_allclose(views_PVD[:, 0], passages_PD[: len(rows)], atol=1e-5)
             np.testing.assert_allclose(own.embed_queries(QUERIES), queries_QD, atol=1e-5)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu
 import numpy as np
 import pytest
 import torch
@@ -18,17 +19,13 @@ from mvr_ray.types import EmbeddingBlock
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu.py", *words]
-    environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 def test_the_suite_runs_on_a_cpu_and_finds_everything_exact():
     file = ROOT / "benchmarks" / "results" / "bench" / "gpu.json"
     before = file.stat().st_mtime_ns if file.exists() else None
-    process = run("--device", "cpu", "--size", "tiny")
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--size", "tiny"]
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    process = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     bars = [line for line in process.stdout.splitlines() if line.startswith("| ")]
     assert len(bars) == 5 and all(line.endswith("| met |") for line in bars), process.stdout
@@ -36,10 +33,9 @@ def test_the_suite_runs_on_a_cpu_and_finds_everything_exact():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured_and_that_is_said():
-    process = run()
-    assert process.returncode == 2
-    assert "no GPU here, so nothing was measured" in process.stderr
+def test_without_a_gpu_nothing_is_measured_and_that_is_said(capsys):
+    assert gpu.main([]) == 2
+    assert "no GPU here, so nothing was measured" in capsys.readouterr().err
 
 
 def test_made_views_are_near_normal_distinct_and_exact_in_halves():
