@@ -40,13 +40,17 @@ print(mvr_ray.__file__)
 """
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+def call(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     process = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=own | environment, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
-    return process.stdout
+    return process
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    return call(*command, cwd=cwd, **environment).stdout
 
 
 def copy_of_tracked_files(folder: Path) -> Path:
@@ -109,6 +113,7 @@ def test_a_wheel_from_the_sdist_runs_the_five_lines_and_the_command_line_in_an_e
 
     programs = new_environment(tmp_path / "environment", wheel)
     assert str(tmp_path / "environment") in run(programs / "python", "-c", PLACE, cwd=empty)
-    assert "ground is soft" in run(programs / "python", "-c", FIVE_LINES, cwd=empty)
+    process = call(programs / "python", "-c", FIVE_LINES, cwd=empty)
+    assert "ground is soft" in process.stdout and process.stderr == ""
     command = (programs / "mvr-ray", "search", "towers/run.yaml", "Why does it lean?", "-k", "1")
     assert "ground is soft" in run(*command, cwd=empty)
