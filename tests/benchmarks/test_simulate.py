@@ -1,6 +1,7 @@
 """The simulation's inputs and its run from end to end."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -91,9 +92,12 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_tiny_run_measures_small_clusters_and_predicts_from_them():
+def test_a_tiny_run_measures_small_clusters_and_predicts_from_them(ray_session):
+    import ray
+
     command = [sys.executable, "benchmarks/simulate.py", "--tiny", "--node-price", "1"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     for name in ("1 searcher", "2 searchers", "4 searchers"):
         assert f"{name}, idle: predicted / measured" in process.stdout, process.stdout
