@@ -163,6 +163,10 @@ class StudyPlan:
         return StudyPlan({key: step for key, step in self.steps.items() if key in keys}, variants)
 
 
+PREPARE = StepConfig.model_construct(stage="prepare")
+"""The preparation of a corpus, which every step needs; made once, as pydantic takes a millisecond."""
+
+
 def plan_study(study: Study, changed_sources: Mapping[str, list[str]] = NO_CHANGES) -> StudyPlan:
     """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has,
     by key, the digests of what finished steps read that has changed: these and the steps after them get other keys."""
@@ -201,7 +205,7 @@ class _Chain:
         if is_last_train and curve:
             overrides.append(f"train.snapshot_steps={curve}")
         run = self.study.resolve(overrides)
-        self._plan(plan, StepConfig.model_construct(stage="prepare"), run, overrides)
+        self._plan(plan, PREPARE, run, overrides)
         key = self._plan(plan, step, run, overrides)
         if is_last_train and self.at:
             self.snapshot = f"{SNAPSHOT}{self.at}"
