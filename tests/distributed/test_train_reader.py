@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from prepared_corpus import only_corpus
+from ranks import train_on_ranks
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
@@ -224,13 +225,12 @@ def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.ray
-def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, ray_session):
+def test_two_ranks_train_the_reader_of_one_process(store_path, tiny_backbone):
     """Without dropout, distributing the windows of a batch keeps loss and weights up to rounding."""
     settings = {"max_steps": 3, "epochs": 2, "dropout": 0.0}
     alone = train(run_of(store_path, {**settings, "reader": "alone"}))
-    two = run_of(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
-    parallel = train(two)
+    two = run_of(store_path, {**settings, "reader": "two"})
+    parallel = train_on_ranks(two, 2)
     assert [epoch.loss for epoch in parallel.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
     spec = ReaderSpec(64, 16, 24)
     weights = [Reader.load(store_path / model.folder, spec).state_dict() for model in (alone, parallel)]
