@@ -11,6 +11,7 @@ from prepared_corpus import only_corpus
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.train import train
@@ -57,7 +58,9 @@ class CrossEncoderStop(Exception):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, minilm, ray_session):
+def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(
+    store_path, minilm, ray_session, monkeypatch
+):
     """Pairs are short, and few questions are evaluated: each epoch scores these with all of their passages."""
     corpus = only_corpus(Store(str(store_path)))
     write_questions(corpus, "few", read_questions(corpus, "all")[::5])
@@ -91,6 +94,7 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         getattr(report, f"dropped_{why}") for why in ("gold", "answer_bearing", "by_cross_encoder")
     )
 
+    monkeypatch.setattr(session, "in_ray", lambda: False)  # scores in this process, without another pool
     strict = {**mining, "output": "nothing", "denoise_share": 0, "denoise_depth": 1}
     with pytest.raises(DataError, match=r"cross-encoder 'judge' scored all \d+ candidate passages .*train it longer"):
         mine(run_of(store_path, mine=strict, **short))

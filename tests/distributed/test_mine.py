@@ -221,10 +221,12 @@ def test_an_empty_window_a_missing_set_and_one_that_would_be_cut_are_refused(run
 
 
 @pytest.mark.data
-@pytest.mark.ray
-def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
+@pytest.mark.usefixtures("without_ray")
+def test_mining_with_the_index_takes_from_its_ranking(run, tiny_backbone):
+    own = run.encoder.model_copy(update={"backbone": str(tiny_backbone)})
+    run = with_mining(run, method="index", rank_to=8, num_negatives=3).model_copy(update={"encoder": own})
     index(run)
-    report = mine(with_mining(run, method="index", rank_to=8, num_negatives=3))
+    report = mine(run)
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
     questions, mined_questions = (read_questions(only_corpus(store), name)[:10] for name in ("asked", "mined"))

@@ -14,6 +14,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.reading.reader import Reader, ReadRequest, Span
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.models import WorkerModel, open_model, reader_spec, save_model
 from mvr_ray.distributed.read import QuestionReader, predictions, read, stored_articles
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
@@ -86,9 +87,13 @@ def test_questions_of_a_ranking_are_of_the_articles_of_the_stored_ones(corpus_st
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(library, run_reading, ray_session):
-    """The predictions equal those of reading and scoring passage by passage."""
-    one = read(run_reading(), library / "texts.jsonl", library / "one.jsonl")
+def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
+    library, run_reading, ray_session, monkeypatch
+):
+    """One in this process, or two on Ray; the predictions equal those of reading and scoring passage by passage."""
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "in_ray", lambda: False)
+        one = read(run_reading(), library / "texts.jsonl", library / "one.jsonl")
     many = run_reading(resources={"encoders_min": 2, "encoders_max": 2})
     two = read(many, library / "bare.jsonl", library / "two.jsonl")
     assert (library / "one.jsonl").read_bytes() == (library / "two.jsonl").read_bytes()

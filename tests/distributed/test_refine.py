@@ -20,6 +20,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.core.refining.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.questions import gather
@@ -58,12 +59,13 @@ def config(store: Path, **refine) -> RunConfig:
 
 
 def fill(store: Path, squad_dev: dict, **encoder) -> Path:
-    """Prepare the articles and index them; later runs take the encoder of the index."""
+    """Prepare the articles and index them in this process; later runs take the encoder of the index."""
     articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
     (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     run = config(store)
     prepare.prepare(run.prepare, Store(str(store)))
-    build_index.index(run.model_copy(update={"encoder": run.encoder.model_copy(update=encoder)}))
+    with session.staying_local():
+        build_index.index(run.model_copy(update={"encoder": run.encoder.model_copy(update=encoder)}))
     return store
 
 
@@ -300,12 +302,14 @@ def test_the_number_of_refiners_changes_no_byte(tiny_store, tmp_path, counts, se
         store = shutil.copytree(tiny_store, tmp_path / f"with-{refiners}")
         run = config(store, **settings, max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
-        versions.append(refining.refine(run).published)
+        with session.staying_local(refiners == 1):  # one is this process
+            versions.append(refining.refine(run).published)
     assert digests(versions[0]) == digests(versions[1])
     assert versions[0].metrics == versions[1].metrics
     assert digests(versions[0]) != digests(manifest.read(Store(str(tiny_store)), "squad", 1))
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(
     base_store, tmp_path
 ):
@@ -406,6 +410,7 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
     "refine driver killed after it published",
     "the same command says what was published, and publishes nothing",
 )
+@pytest.mark.usefixtures("without_ray")
 def test_a_driver_killed_after_publishing_says_what_it_published(store, record_property):
     run = config(store, method="feedback_views", rounds=1)
     own_store = Store(str(store))

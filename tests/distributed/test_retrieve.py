@@ -22,6 +22,7 @@ from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed import mine
 from mvr_ray.distributed.analyze import ALL_VIEWS, analyze
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
@@ -156,8 +157,10 @@ def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, t
 
 @pytest.mark.slow
 def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_index, tmp_path, run_over, expected):
+    """This process, or two rankers and two searchers on Ray."""
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    report = retrieve(run_over(small_index), "dev", one, "jsonl")
+    with session.staying_local():
+        report = retrieve(run_over(small_index, resources={"local_passages": 1000}), "dev", one, "jsonl")
     many = {"encoders_min": 2, "encoders_max": 2, "searchers": 2}
     retrieve(run_over(small_index, resources=many), "dev", two, "jsonl")
     assert one.read_bytes() == two.read_bytes()
