@@ -13,6 +13,7 @@ from prepared_corpus import only_corpus
 from random_index import Views, brute_force
 
 from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.indexing import build_index
 from mvr_ray.store import manifest, paths
@@ -87,7 +88,8 @@ class AnswerCounts:
 def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_store, minilm, run_over, record_property):
     # A trained backbone: refinement of a random one finds no round worth publishing.
     sections = {"encoder": {"backbone": str(minilm)}, "resources": {"searchers": 2, "cpus_per_searcher": 0.25}}
-    build_index.index(run_over(empty_store, **sections))
+    with session.staying_local():
+        build_index.index(run_over(empty_store, encoder=sections["encoder"], resources={"local_passages": 1000}))
     settings = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
     runs = [run_over(empty_store, refine={**settings, **method}, **sections) for method in METHODS]
     texts = [question.text for question in read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
