@@ -584,13 +584,12 @@ def test_weights_that_are_not_finite_are_not_stored(store_path):
 
 
 @pytest.mark.data
-def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, caplog):
-    backbone = {"backbone": str(minilm), **QUICK}
+def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "warm_start_steps": 0}
-    model = train(run_of(store_path, settings, {"name": "collapsed", "strategy": "viewers", **backbone}))
+    model = train(run_of(store_path, settings, {"name": "collapsed", "strategy": "viewers", **QUICK}))
     assert model.epochs[-1].collapsed
     assert "views have collapsed" in caplog.text
-    spread = train(run_of(store_path, settings, {"name": "spread", "strategy": "snippet_means", **backbone}))
+    spread = train(run_of(store_path, settings, {"name": "spread", "strategy": "snippet_means", **QUICK}))
     assert not spread.epochs[-1].collapsed
     assert sum(spread.epochs[-1].view_shares) == pytest.approx(1)
 
@@ -678,14 +677,14 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
 
 @pytest.mark.data
 def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch):
-    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 5, "epochs": 3, "checkpoint_steps": 2}
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 3, "epochs": 2, "checkpoint_steps": 1}
     fingerprints = []
     for multiplies, precision in ((True, "bf16"), (False, "fp32")):
         reference = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
         run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
         monkeypatch.setattr(steps, "multiplies_bf16", lambda device, here=multiplies: here)
         with pytest.raises(RetrieverStop):
-            train(run, stop_at(3))
+            train(run, stop_at(2))
         monkeypatch.setattr(steps, "multiplies_bf16", lambda device, here=multiplies: not here)
         assert train(run).fingerprint == reference.fingerprint
         fingerprints.append(reference.fingerprint)
