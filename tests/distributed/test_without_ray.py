@@ -21,7 +21,7 @@ from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate
-from mvr_ray.distributed.indexing import build_index, rewrite
+from mvr_ray.distributed.indexing import build_index, rewrite, shards
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.errors import PublishConflictError, ResourceError
 from mvr_ray.store import manifest, paths
@@ -45,6 +45,13 @@ def without_dates(value: object, store: Path) -> object:
     if isinstance(value, list):
         return [without_dates(one, store) for one in value]
     return re.sub(re.escape(str(store)), "STORE", value) if isinstance(value, str) else value
+
+
+@pytest.fixture
+def frequent_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `pass_hours`, which waits for two renewals."""
+    monkeypatch.setattr(shards, "RENEWALS", 40)
+    monkeypatch.setattr(shards, "MIN_RENEWAL_S", 0.1)
 
 
 def pass_hours(store: Path) -> None:
@@ -137,6 +144,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_set(small_index, 
 
 
 @pytest.mark.data
+@pytest.mark.usefixtures("frequent_renewals")
 def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile(
     empty_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -207,6 +215,7 @@ def test_a_refinement_marks_the_hits_of_each_search_once(
 
 
 @pytest.mark.data
+@pytest.mark.usefixtures("frequent_renewals")
 @pytest.mark.parametrize("stage", ["index", "reshard", "compact", "feedback_views", "query"])
 def test_files_that_no_version_names_yet_survive_collections_until_the_publication(
     corpus_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
