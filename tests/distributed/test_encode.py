@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow as pa
 import pytest
-import ray
 from random_index import publish_random_index, random_views
 from safetensors.torch import load_file, save_file
 
@@ -350,11 +349,13 @@ if __name__ == "__main__":
 @pytest.mark.chaos("encoding driver killed", "only the chunks under way are encoded again")
 @pytest.mark.data
 @pytest.mark.ray
-def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over, record_property):
-    run = run_over(empty_store, resources={"encoders_max": 1})
+def test_a_killed_driver_loses_only_the_chunks_under_way(
+    empty_store, small_index, run_over, without_ray, record_property
+):
+    """Without Ray: `test_kill.py` kills a command whose chunks the workers of a cluster wrote."""
+    run = run_over(empty_store)
     command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    driver = subprocess.run(command, env=environment, timeout=1200)
+    driver = subprocess.run(command, timeout=1200)
     assert driver.returncode == -signal.SIGKILL
     store = Store(str(empty_store))
     assert manifest.list_versions(store, "index") == []

@@ -1,7 +1,6 @@
 """Checks that `follow` makes versions of arriving change files, and ends, fails and resumes cleanly."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -230,8 +229,7 @@ def start(run: RunConfig, folder: Path, *words: str) -> subprocess.Popen[str]:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     command = [sys.executable, "-c", COMMAND, "follow", str(file), "follow.max_age_s=0", *words]
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) -> None:
@@ -244,8 +242,15 @@ def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) ->
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_follows_until_it_is_told_to_end_and_says_so(run: RunConfig, source: Path, tmp_path: Path, number):
+@pytest.mark.parametrize(("number", "in_ray"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_the_command_follows_until_it_is_told_to_end_and_says_so(
+    run: RunConfig, source: Path, tmp_path: Path, monkeypatch, number, in_ray
+):
+    """Ray sets a handler of SIGTERM, not of SIGINT."""
+    if in_ray:
+        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    else:
+        run = run.model_copy(update={"resources": ResourcesConfig(local_passages=1000)})
     write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
     lines: list[str] = []
     with start(run, tmp_path) as process:

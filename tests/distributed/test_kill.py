@@ -9,16 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ray
 import yaml
+from ray._private import state
 from waiting import lines_of
 
 from mvr_ray.cli import main
+from mvr_ray.distributed.cluster import session
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -52,14 +53,6 @@ Reporter.__call__ = report_and_signal
 main(sys.argv[2:])
 """
 """Sends itself a signal when its progress first says a moment: a test that sends it would come late now and then."""
-
-
-@pytest.fixture
-def ray_folder() -> Iterator[str]:
-    """Where a private cluster puts its files, which its killed driver cannot remove; the path must be short."""
-    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -100,6 +93,11 @@ def finish(*words: str) -> None:
     assert not error.value.code
 
 
+def finish_without_ray(*words: str) -> None:
+    with session.staying_local():
+        finish(*words, "resources.local_passages=1000")
+
+
 def live(store: Path) -> Manifest:
     return manifest.read(Store(str(store)), INDEX)
 
@@ -110,22 +108,15 @@ def sizes(store: Path) -> str:
 
 
 def encoder_processes(driver: int) -> list[int]:
-    """Encoder actors of a driver's private cluster: children of its raylet."""
-    parents, encoders = {}, []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            title = status.with_name("cmdline").read_bytes()
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"ChunkEncoder" in title:
-            encoders.append(int(status.parent.name))
-    return sorted(pid for pid in encoders if parents.get(parents[pid]) == driver)
+    """Encoder actors of a driver of the shared cluster."""
+    [job] = [job["JobID"] for job in state.jobs() if job["DriverPid"] == driver]
+    actors = state.actors(job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE").values()
+    return [actor["Pid"] for actor in actors if "ChunkEncoder" in actor["ActorClassName"]]
 
 
 @pytest.mark.chaos("index command and its encoder killed", "the same command ends with the undisturbed bytes")
 def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
-    empty_store, small_index, run_file, ray_folder, record_property
+    empty_store, small_index, run_file, record_property
 ):
     killed_pids: list[int] = []
 
@@ -134,7 +125,7 @@ def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
         os.kill(killed_pids[0], signal.SIGKILL)
 
     command = ["index", run_file(empty_store)]
-    killed_at("build shards: 1 of 3", command, kill_encoder, RAY_TMPDIR=ray_folder)
+    killed_at("build shards: 1 of 3", command, kill_encoder, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert killed_pids
     assert manifest.list_versions(Store(str(empty_store)), INDEX) == []
     finish(*command)
@@ -151,7 +142,7 @@ def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_by
     small_index, run_file, tmp_path, record_property
 ):
     whole = shutil.copytree(small_index, tmp_path / "whole")
-    finish("refine", run_file(whole))
+    finish_without_ray("refine", run_file(whole))
     assert live(whole).operation == "refine:hybrid"
 
     cut_store = shutil.copytree(small_index, tmp_path / "cut")
@@ -172,7 +163,7 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
     small_index, run_file, tmp_path, record_property
 ):
     whole = shutil.copytree(small_index, tmp_path / "whole")
-    finish("reshard", run_file(whole), "shards=7")
+    finish_without_ray("reshard", run_file(whole), "shards=7")
     assert [len(live(whole).shards), live(whole).operation] == [7, "reshard"]
 
     cut_store = shutil.copytree(small_index, tmp_path / "cut")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
+from typing import NamedTuple
 
 import pytest
 import ray
@@ -264,60 +265,167 @@ def test_connecting_inside_a_session_keeps_it_open(ray_session):
     assert ray.is_initialized()
 
 
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def _listeners(pids: set[int]) -> list[tuple[str, int]]:
+    """Address in the kernel's notation and process of every TCP socket on which one of the processes listens."""
+    owners: dict[str, int] = {}
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since
+                    owners[str(link.readlink())] = pid
+    sockets = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and (owner := owners.get(f"socket:[{columns[9]}]")):
+                sockets.append((columns[1].partition(":")[0], owner))
+    return sockets
+
+
+def _descendants(root: int) -> set[int]:
+    """The process and its living descendants."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""127.0.0.1, the same within IPv6, and ::1."""
+
+
+class PrivateCluster(NamedTuple):
+    """A driver with a private cluster, its folder, and the cluster's processes."""
+
+    driver: subprocess.Popen[str]
+    folder: Path
+    pids: list[int]
+
+    def processes_left(self) -> list[int]:
+        return [pid for pid in self.pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
+
+
+STARTING = """
+import os, sys
+from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed.cluster.session import connect
-with connect(ResourcesConfig(local_cpus=2)) as info:
-    import ray
-    node = ray._private.worker._global_node
-    folder = Path(node.temp_dir)
-    pids = [p.process.pid for group in node.all_processes.values() for p in group]
-    print("up", info.cpus, os.environ["RAY_AUTH_MODE"], folder, *pids, flush=True)
-    time.sleep(60)
+
+class Slow:
+    def __call__(self, batch):
+        import time
+        time.sleep(0.1)
+        return batch
+
+def work(resources, is_pipeline):
+    with connect(resources, dashboard=is_pipeline) as info:
+        import ray
+        node, rows = ray._private.worker._global_node, [None]
+        if is_pipeline:
+            from mvr_ray.distributed.cluster.ray_data import map_in_pool
+            rows = map_in_pool(Slow, {}, list(range(500)), resources, "counting")
+        for row in rows:
+            pids = [p.process.pid for group in node.all_processes.values() for p in group]
+            print("up", info.cpus, os.environ["RAY_AUTH_MODE"], node.temp_dir, *pids, flush=True)
+            sys.stdin.read()
+
+with exit_on_interrupt():
+    try:
+        work(ResourcesConfig(local_cpus=2, encoders_max=1), len(sys.argv) > 1)
+    finally:
+        import ray
+        print(ray.is_initialized())
 """
 
 
-def private_cluster(cwd: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
-    """A driver with a private cluster, its folder, and the cluster's processes."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env
-    )
-    assert child.stdout
-    line = child.stdout.readline().split()
-    assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=120)
-    return child, Path(line[3]), [int(pid) for pid in line[4:]]
+def start_private(folder: Path, *words: str) -> PrivateCluster:
+    """Start a private cluster with its files in a folder, whose path must be short. With a word it has the processes
+    of a pipeline and a dashboard, and its driver waits between two rows."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", STARTING, *words]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    driver = subprocess.Popen(command, **pipes, text=True, cwd=folder, env=env | {"RAY_TMPDIR": str(folder)})
+    assert driver.stdout
+    line = driver.stdout.readline().split()
+    assert line[:3] == ["up", "2.0", "token"], driver.communicate(timeout=120)
+    return PrivateCluster(driver, Path(line[3]), [int(pid) for pid in line[4:]])
+
+
+@pytest.fixture(scope="module")
+def short_folder() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # processes of a killed cluster may write until they end
+
+
+@pytest.fixture(scope="module")
+def killed_cluster(short_folder: Path) -> PrivateCluster:
+    """What is left of a cluster whose driver was killed, before the next start."""
+    cluster = start_private(short_folder)
+    cluster.driver.kill()
+    cluster.driver.communicate(timeout=120)
+    assert cluster.folder.exists()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def pipeline_cluster(short_folder: Path, killed_cluster: PrivateCluster) -> Iterator[PrivateCluster]:
+    """The next cluster, with a pipeline; the last test that uses it ends it."""
+    cluster = start_private(short_folder, "pipeline")
+    yield cluster
+    cluster.driver.kill()
+    cluster.driver.wait(120)
 
 
 @pytest.mark.ray
-def test_the_folder_of_a_killed_driver_goes_with_the_next_start(tmp_path: Path):
-    child, folder, _ = private_cluster(tmp_path)
-    child.kill()
-    child.communicate(timeout=120)
-    assert folder.exists()
-    other, _, _ = private_cluster(tmp_path)
-    assert not folder.exists()
-    other.send_signal(signal.SIGINT)
-    other.communicate(timeout=120)
+def test_the_folder_of_a_killed_driver_goes_with_the_next_start(
+    killed_cluster: PrivateCluster, pipeline_cluster: PrivateCluster
+):
+    assert pipeline_cluster.folder.exists()
+    assert not killed_cluster.folder.exists()
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path, is_repeated: bool):
-    child, folder, pids = private_cluster(tmp_path)
-    child.send_signal(signal.SIGINT)
-    for _ in range(600 * is_repeated):
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="listening sockets are read from /proc")
+def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(pipeline_cluster: PrivateCluster):
+    listeners = _listeners(_descendants(pipeline_cluster.driver.pid))
+    assert len(listeners) >= 6
+    assert [own for own in listeners if own[0] not in LOOPBACK] == []
+
+
+@pytest.mark.ray
+def test_an_interrupt_between_two_rows_of_a_pipeline_ends_it_before_its_cluster(
+    short_folder: Path, pipeline_cluster: PrivateCluster
+):
+    """Ray Data's own thread would start another cluster, and an exit would wait for it for ever."""
+    pipeline_cluster.driver.send_signal(signal.SIGINT)
+    output, errors = pipeline_cluster.driver.communicate(timeout=300)
+    assert (pipeline_cluster.driver.returncode, output) == (130, "False\n"), errors
+    assert list(short_folder.iterdir()) == []
+    assert len(pipeline_cluster.pids) >= 3
+    assert not pipeline_cluster.processes_left()
+
+
+@pytest.mark.ray
+def test_a_private_cluster_that_is_interrupted_many_times_leaves_no_process_and_no_folder(short_folder: Path):
+    cluster = start_private(short_folder)
+    for _ in range(600):
+        cluster.driver.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            child.wait(0.05)
+            cluster.driver.wait(0.05)
             break
-        child.send_signal(signal.SIGINT)
-    child.communicate(timeout=120)
-    assert not folder.exists()
-    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
-    assert len(pids) >= 2
-    assert not alive
+    cluster.driver.communicate(timeout=120)
+    assert not cluster.folder.exists()
+    assert len(cluster.pids) >= 2
+    assert not cluster.processes_left()
 
 
 def test_an_interrupt_while_leaving_ray_acts_after_it_or_once_that_takes_too_long(monkeypatch: pytest.MonkeyPatch):
@@ -361,51 +469,6 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
     command = [sys.executable, "-c", TERMINATED_AT_START]
     child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
-
-
-INTERRUPTED_BETWEEN_ROWS = """
-from mvr_ray.cli import exit_on_interrupt
-from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.cluster.ray_data import map_in_pool
-from mvr_ray.distributed.cluster.session import connect
-
-class Slow:
-    def __call__(self, batch):
-        import time
-        time.sleep(0.1)
-        return batch
-
-def work(resources):
-    with connect(resources):
-        results = map_in_pool(Slow, {}, list(range(500)), resources, "counting")
-        for result in results:
-            raise KeyboardInterrupt
-
-with exit_on_interrupt():
-    try:
-        work(ResourcesConfig(local_cpus=4, encoders_max=1))
-    finally:
-        import ray
-        print(ray.is_initialized())
-"""
-
-
-@pytest.mark.ray
-def test_an_interrupt_between_two_rows_of_a_pipeline_ends_it_before_its_cluster(tmp_path: Path):
-    """Ray Data's own thread would start another cluster, and an exit would wait for it for ever."""
-    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"RAY_TMPDIR": folder}
-    command = [sys.executable, "-c", INTERRUPTED_BETWEEN_ROWS]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-        assert (child.returncode, child.stdout) == (130, "False\n"), child.stderr
-        assert list(Path(folder).iterdir()) == []
-    finally:
-        shutil.rmtree(folder)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 JOINING = """
@@ -490,77 +553,6 @@ def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: 
         assert result.stdout.split()[-1:] == ["3"], result.stdout + result.stderr
     finally:
         other.communicate(timeout=120)
-
-
-def _listeners(pids: set[int]) -> list[tuple[str, int]]:
-    """Address in the kernel's notation and process of every TCP socket on which one of the processes listens."""
-    owners: dict[str, int] = {}
-    for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(FileNotFoundError):  # closed since
-                    owners[str(link.readlink())] = pid
-    sockets = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == "0A" and (owner := owners.get(f"socket:[{columns[9]}]")):
-                sockets.append((columns[1].partition(":")[0], owner))
-    return sockets
-
-
-def _descendants(root: int) -> set[int]:
-    """The process and its living descendants."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return family
-
-
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-"""127.0.0.1, the same within IPv6, and ::1."""
-LISTENING = """
-import sys
-from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.cluster.session import connect
-
-class Idle:
-    def ready(self):
-        return True
-
-with connect(ResourcesConfig(local_cpus=2), dashboard=True):
-    import ray
-    actor = ray.remote(Idle).remote()
-    assert ray.get(actor.ready.remote(), timeout=120)
-    print("up", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.ray
-@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="listening sockets are read from /proc")
-def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(tmp_path: Path):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", LISTENING],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=env,
-    )
-    try:
-        assert child.stdout
-        assert child.stdout.readline() == "up\n"
-        listeners = _listeners(_descendants(child.pid))
-    finally:
-        child.communicate(timeout=120)
-    assert len(listeners) >= 6
-    assert [own for own in listeners if own[0] not in LOOPBACK] == []
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed import bm25
 from mvr_ray.distributed import evaluate as evaluation
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
 from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, has_words
 from mvr_ray.distributed.indexing.repair import repair
@@ -130,7 +131,8 @@ def first_store(run_over, tmp_path_factory) -> Path:
     run = own_run(run_over, root, 3)
     write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
     prepare(run.prepare, Store(str(root)))
-    build_index.index(run)
+    with session.staying_local():  # also after other tests have joined the cluster
+        build_index.index(run)
     return root
 
 
@@ -246,7 +248,7 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
     [pytest.param(kind, "vectors", marks=[pytest.mark.slow] * (kind != "flat")) for kind in KINDS] + [("flat", "int8")],
 )
 def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
-    first_store, run_over, tmp_path, kind, scan
+    first_store, run_over, tmp_path, kind, scan, without_ray
 ):
     stores: dict[str, Manifest] = {}
     for moment in ("", "look for embeddings", "look for equal", "encode", "build shards"):
