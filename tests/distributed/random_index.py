@@ -84,12 +84,13 @@ def block_of(views: Views) -> EmbeddingBlock:
 
 
 def brute_force(views: Views, query_D: np.ndarray, k: int) -> list[tuple[str, float, int]]:
-    best = []
-    for passage_id, own in views.items():
-        scores = {view: float(np.float32(vector @ query_D)) for view, vector in own.items()}
-        top = max(scores.values())
-        best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
-    return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]
+    names = [(passage_id, view) for passage_id, own in views.items() for view in own]
+    vectors_ND = np.array([vector for own in views.values() for vector in own.values()]).reshape(-1, len(query_D))
+    best: dict[str, tuple[float, int]] = {}
+    for (passage_id, view), score in zip(names, (vectors_ND @ query_D).astype(np.float32).tolist()):
+        best[passage_id] = min(best.get(passage_id, (np.inf, 0)), (-score, view))
+    hits = [(passage_id, -negative, view) for passage_id, (negative, view) in best.items()]
+    return sorted(hits, key=lambda hit: (-hit[1], hit[0]))[:k]
 
 
 def bm25_over(texts: dict[str, str], question: str) -> dict[str, float]:

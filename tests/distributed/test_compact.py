@@ -69,9 +69,12 @@ def publish_reshard(store: Store, base: Manifest, num_shards: int) -> Manifest:
     return manifest.publish(store, rewritten_manifest(base, "reshard", shards))
 
 
-def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
-    task = SearcherTask(str(root), version)
-    answer = Router(Store(str(root)), version, LocalSearchers(task)).search(queries_QD, k)
+def open_version(root: Path, version: Manifest) -> Router:
+    return Router(Store(str(root)), version, LocalSearchers(SearcherTask(str(root), version)))
+
+
+def answers(router: Router, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
+    answer = router.search(queries_QD, k)
     assert answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 
@@ -111,9 +114,10 @@ def test_after_any_history_the_answers_are_those_of_brute_force(
         history.append((version, dict(views)))
         event(f"shards with changes beside them: {sum(paths.CHANGES in entry.files for entry in version.shards)}")
     for version, there in history:  # every earlier version still gives its own answers
+        router = open_version(root, version)
         for k in (1, 7, len(there) + 1):
             with mock.patch.object(delta, "_PASSAGES_WORTH_DIVIDING", 0 if in_parts else 256):
-                actual = answers(root, version, queries_QD, k)
+                actual = answers(router, queries_QD, k)
             assert actual == [brute_force(there, query_D, k) for query_D in queries_QD]
         assert manifest.verify(store, version).problems == []
         assert version.num_passages == len(there)
@@ -153,8 +157,9 @@ def test_after_any_history_an_approximate_index_finds_only_what_is_there_with_it
         history.append((version, dict(views)))
         event(f"updated indexes: {sum(LABELS_FILE in entry.files for entry in version.shards)}")
     for version, there in history:
+        router = open_version(root, version)
         for k in (1, 5, len(there)):
-            for hits, query_D in zip(answers(root, version, queries_QD, k), queries_QD):
+            for hits, query_D in zip(answers(router, queries_QD, k), queries_QD):
                 true = {name: (score, view) for name, score, view in brute_force(there, query_D, len(there))}
                 assert len(hits) == k and {name: (score, view) for name, score, view in hits}.items() <= true.items()
         assert manifest.verify(store, version).problems == []
