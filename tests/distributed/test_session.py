@@ -1,5 +1,6 @@
 """Sessions: started clusters are shut down, and needs that cannot be placed are refused."""
 
+import json
 import os
 import re
 import shutil
@@ -472,15 +473,19 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
 
 
 JOINING = """
-import sys
+import json, os, sys
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed.cluster.session import connect
 from mvr_ray.errors import ResourceError
-try:
-    with connect(ResourcesConfig(address=sys.argv[1])) as info:
-        print("joined", info.is_local, flush=True)
-except ResourceError as error:
-    print("refused", error, flush=True)
+for variables in json.load(sys.stdin):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        with connect(ResourcesConfig(address=sys.argv[1])) as info:
+            print("joined", info.is_local, flush=True)
+    except ResourceError as error:
+        print("refused", error, flush=True)
 """
 
 
@@ -493,22 +498,25 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
     stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     stranger["HOME"] = str(tmp_path)
 
-    def try_to_join(**variables: str) -> list[str]:
-        """Output of a client with these variables: its first word and the rest."""
-        command = [sys.executable, "-c", JOINING, address]
-        result = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=300)
+    def try_to_join(*environments: dict[str, str]) -> list[str]:
+        """What a client says that has these variables, one environment after the other."""
+        command, tries = [sys.executable, "-c", JOINING, address], json.dumps(environments)
+        result = subprocess.run(command, env=stranger, input=tries, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         assert token not in result.stdout + result.stderr
-        return result.stdout.strip().split(" ", 1)
+        return result.stdout.splitlines()
 
-    for output in (try_to_join(), try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
-        assert output[0] == "refused"
-        assert "RAY_AUTH_TOKEN" in output[1]
-    assert try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
+    tokens = [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own} for own in ("f" * len(token), token)]
+    *failures, success = try_to_join({}, *tokens)
+    assert len(failures) == 2
+    for output in failures:
+        assert output.startswith("refused ")
+        assert "RAY_AUTH_TOKEN" in output
+    assert success == "joined False"
     assert not (tmp_path / ".ray" / "auth_token").exists()
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(token)
-    assert try_to_join() == ["joined", "False"]
+    assert try_to_join({}) == ["joined False"]
 
 
 WITHOUT_TOKENS = """
