@@ -163,18 +163,18 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
     small_index, run_file, tmp_path, record_property
 ):
     whole = shutil.copytree(small_index, tmp_path / "whole")
-    finish_without_ray("reshard", run_file(whole), "shards=7")
-    assert [len(live(whole).shards), live(whole).operation] == [7, "reshard"]
+    finish_without_ray("reshard", run_file(whole), "shards=4")
+    assert [len(live(whole).shards), live(whole).operation] == [4, "reshard"]
 
     cut_store = shutil.copytree(small_index, tmp_path / "cut")
-    command = ["reshard", run_file(cut_store), "shards=7"]
-    killed_at("reshard: 1 of 7", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    command = ["reshard", run_file(cut_store), "shards=4"]
+    killed_at("reshard: 1 of 4", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert live(cut_store).version == 1
     finish(*command)
     assert live(cut_store).version == live(whole).version == 2
     assert live(cut_store).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
-    record_property("figures", f"killed at 1 of 7 shards; {sizes(cut_store)}")
+    record_property("figures", f"killed at 1 of 4 shards; {sizes(cut_store)}")
 
 
 @pytest.mark.chaos(
