@@ -37,7 +37,7 @@ def run_file(tmp_path: Path, tiny_backbone: Path) -> str:
         "store": {"path": str(tmp_path / "store")},
         "prepare": {"sources": [str(tmp_path / "rows.jsonl")], "num_shards": 2},
         "encoder": {"backbone": str(tiny_backbone)},
-        "index": {"sort_window": 4, "tokens_per_batch": 64, "precision": "fp32"},
+        "index": {"sort_window": 4, "tokens_per_batch": 64},
         "resources": {"encoders_max": 1, "local_cpus": 2, "local_passages": 0},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
