@@ -273,7 +273,8 @@ def _pair_scores(
     """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]
     scores: list[FloatArray] = []
-    with session.connect(run.resources, needs=[pool_need("cross-encoders", run.resources)]):
+    num_passages, needs = sum(len(ids) for _, ids in candidates), [pool_need("cross-encoders", run.resources)]
+    with session.connect(run.resources, num_passages, needs):
         arguments = {"task": model, "corpus": corpus}
         through = partial(result_store.map, ["score pairs", model.fingerprint, repr(model.spec), corpus.digest])
         results = map_in_pool(PairScorer, arguments, batches, run.resources, "scoring pairs", through)

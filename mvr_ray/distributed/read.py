@@ -124,8 +124,9 @@ def read(
     articles = stored_articles(run, results) if articles is None else articles
     predictions_QK: list[list[Prediction]] = []
     num_unread = 0
+    num_passages, needs = sum(len(row.passages) for row in results), [pool_need("readers", run.resources)]
     with ExitStack() as stack:
-        stack.enter_context(session.connect(run.resources, needs=[pool_need("readers", run.resources)]))
+        stack.enter_context(session.connect(run.resources, num_passages, needs))
         file = None
         if output is not None:
             temporary = stack.enter_context(finished_file(output))

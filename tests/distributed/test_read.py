@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +158,7 @@ def test_a_ranking_that_is_not_as_deep_as_what_is_read_is_a_warning(library, run
 
 def test_a_reading_that_was_stopped_continues_after_its_stored_answers(library, run_reading, monkeypatch, tmp_path):
     num_calls, stop_at, own = 0, 2, QuestionReader.__call__
+    run = run_reading(resources={"local_passages": 1000})
 
     class ReaderInterruption(Exception):
         pass
@@ -171,15 +171,14 @@ def test_a_reading_that_was_stopped_continues_after_its_stored_answers(library, 
         return own(reader, batch)
 
     monkeypatch.setattr(QuestionReader, "__call__", call)
-    monkeypatch.setattr("mvr_ray.distributed.read.session.connect", lambda *_, **__: nullcontext())
     monkeypatch.setattr("mvr_ray.distributed.unfinished_results.SAVE_S", 0.0)
     with pytest.raises(ReaderInterruption):
-        read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl")
+        read(run, library / "texts.jsonl", tmp_path / "answers.jsonl")
     num_calls, stop_at = 0, -1
-    report = read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl")
+    report = read(run, library / "texts.jsonl", tmp_path / "answers.jsonl")
     assert num_calls == -(-(QUESTIONS + 2) // 4) - 2
     answers = (tmp_path / "answers.jsonl").read_bytes()
-    assert read(run_reading(), library / "texts.jsonl", tmp_path / "answers.jsonl") == report
+    assert read(run, library / "texts.jsonl", tmp_path / "answers.jsonl") == report
     assert num_calls == 2 * -(-(QUESTIONS + 2) // 4) - 2
     assert (tmp_path / "answers.jsonl").read_bytes() == answers
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from prepared_corpus import only_corpus
 from mvr_ray.config import RunConfig
 from mvr_ray.core.reading.cross_encoder import CrossEncoder
 from mvr_ray.distributed import mine, unfinished_results
-from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.distributed.models import pair_spec, save_model
 from mvr_ray.distributed.retrieve import QuestionRanker, retrieve
@@ -198,13 +196,13 @@ def test_a_measurement_that_was_stopped_in_its_second_ranking_continues_to_the_s
 def test_a_mining_that_was_stopped_continues_to_the_same_negatives(run, tiny_backbone, monkeypatch, owner, name):
     monkeypatch.setattr(mine, "_BATCH", 8)
     monkeypatch.setattr(mine, "_SCORE_BATCH", 8)
-    monkeypatch.setattr(session, "connect", lambda *_, **__: nullcontext())
     store = Store(run.store.path)
     scorer = CrossEncoder.from_backbone(str(tiny_backbone), pair_spec(run))
     latest = {"fingerprint": save_model(store, CROSS_ENCODERS, "raw", scorer)}
     store.write_bytes(paths.latest_model("cross_encoders", "raw"), json.dumps(latest).encode())
     mining = run.mine.model_copy(update={"cross_encoder": "raw", "denoise_share": 0.999})
-    denoised_run = run.model_copy(update={"mine": mining})
+    resources = run.resources.model_copy(update={"local_passages": 1000})
+    denoised_run = run.model_copy(update={"mine": mining, "resources": resources})
 
     def work() -> list[object]:
         report = mine.mine(denoised_run)
