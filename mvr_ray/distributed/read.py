@@ -127,11 +127,11 @@ def read(
     num_passages, needs = sum(len(row.passages) for row in results), [pool_need("readers", run.resources)]
     with ExitStack() as stack:
         stack.enter_context(session.connect(run.resources, num_passages, needs))
+        result_store = stack.enter_context(UnfinishedResults(Store(run.store.path), run.index.name))
         file = None
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        result_store = stack.enter_context(UnfinishedResults(Store(run.store.path), run.index.name))
         for result, spans in zip(results, _read_all(run, task, results, progress, result_store)):
             predictions_QK.append(predictions(result, spans, ks, run.read.score_weight))
             num_unread += not any(spans)
