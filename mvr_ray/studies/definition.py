@@ -9,6 +9,7 @@ A variant is a chain of steps (stages, each with further overrides). Overrides a
 variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -132,6 +133,8 @@ class Study(NamedTuple):
     size: str
     file: Path
     extra: tuple[str, ...]
+    run_data: Mapping[str, Any]
+    """The run file, read once: a study makes thousands of runs of it."""
 
     @property
     def at_size(self) -> SizeConfig:
@@ -165,11 +168,10 @@ class Study(NamedTuple):
 
     def resolve(self, overrides: list[str]) -> RunConfig:
         """Apply overrides to the run file. Raises ConfigError."""
-        path = self.file.parent / self.config.run
-        data = loader.read(path)
+        data = copy.deepcopy(dict(self.run_data))
         for override in overrides:
             loader.apply(data, override)
-        return parse_run(data, f"{self.file} ({path.name})")
+        return parse_run(data, f"{self.file} ({Path(self.config.run).name})")
 
 
 def _name_in_commands(path: Path) -> str:
@@ -197,7 +199,7 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
     for name in (name for contrast in config.contrasts for name in (contrast.better, contrast.than)):
         if name != BM25 and name.removesuffix(WITH_BM25) not in names:
             raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
-    study = Study(config, size, file, extra)
+    study = Study(config, size, file, extra, loader.read(file.parent / config.run))
     for variant in config.variants:
         where = f"{file}: variant {variant.name!r}"
         require_sizes(variant.sizes, where)
