@@ -272,8 +272,8 @@ def retrieve(
 
 
 def checked_filter(run: RunConfig, corpus: Corpus, filter: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """Return the filter of a call, else `retrieve.filter`, as JSON has it. Raises ConfigError for one that does not fit
-    the fields of the corpus."""
+    """Return the filter of a call, else `retrieve.filter`, as JSON has it, dates apart. Raises ConfigError for one that
+    does not fit the fields of the corpus."""
     value, place = (run.retrieve.filter, "retrieve.") if filter is None else (filter, "retrieve: ")
     if value is None:
         return None

@@ -49,9 +49,9 @@ class UnfinishedResults:
     def map(self, inputs: Any, batches: Sequence[str], compute: Compute) -> Iterator[str]:
         """Yield the result of each batch, in order: the stored ones, then those of `compute` for all others.
 
-        `inputs`: all else that the results depend on, as JSON. A store that cannot be written is told once.
+        `inputs`: all else that the results depend on, as JSON, and dates. A store that cannot be written is told once.
         """
-        digest = hashlib.sha256(json.dumps([__version__, inputs]).encode())
+        digest = hashlib.sha256(json.dumps([__version__, inputs], default=str).encode())
         for batch in batches:
             digest.update(hashlib.sha256(batch.encode()).digest())
         folder, count = paths.staging_dir(self._index, digest.hexdigest()[:32]), 0

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_damaged_results_and_those_of_other_inputs_are_not_taken(store, caplog):
     with pytest.raises(WorkInterruption):
         results_of(store, Computation(5))
     others = Computation()
-    assert results_of(store, others, "other inputs") == [batch.upper() for batch in BATCHES]
+    assert results_of(store, others, {"filter": {"opened": date(1950, 1, 23)}}) == [batch.upper() for batch in BATCHES]
     assert others.batches == BATCHES
     file = staged_files(store)[2]
     file.write_bytes(file.read_bytes().replace(b"BIRD", b"BARD"))
