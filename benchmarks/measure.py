@@ -69,20 +69,15 @@ def interleave(
     """Measure the seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is
     the mean of `repeat` runs, for cases under a millisecond. The first `warm` rounds are not counted."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
-    gc.collect()
-    gc.freeze()  # a collection before each run then looks at what runs have left, not at a million objects of imports
-    try:
-        for number in range(warm + rounds):
-            for name, run in cases.items():
-                gc.collect()
-                start_s = time.perf_counter()
-                for _ in range(repeat):
-                    run()
-                seconds = (time.perf_counter() - start_s) / repeat
-                if number >= warm:
-                    samples[name].append(seconds)
-    finally:
-        gc.unfreeze()
+    for number in range(warm + rounds):
+        for name, run in cases.items():
+            gc.collect()
+            start_s = time.perf_counter()
+            for _ in range(repeat):
+                run()
+            seconds = (time.perf_counter() - start_s) / repeat
+            if number >= warm:
+                samples[name].append(seconds)
     return samples
 
 

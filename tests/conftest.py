@@ -45,7 +45,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor more in each training, for clouds
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # for clouds that take nodes away
 
 STARTUP = ROOT / "tests" / "startup"  # what every Python process runs first that tests start
 runpy.run_path(str(STARTUP / "sitecustomize.py"))

@@ -144,6 +144,7 @@ def retrieve(
 ) -> "list[RankedQuestion]":
     """Rank passages of the live version for questions, as `Index.retrieve` says."""
     from mvr_ray.core.judging.answers import refuse_empty_answers
+    from mvr_ray.distributed.result_store import ResultStore
     from mvr_ray.distributed.retrieve import (
         QuestionSet,
         RankSettings,
@@ -153,7 +154,6 @@ def retrieve(
         warn_of_plain_queries,
     )
     from mvr_ray.distributed.router import open_router
-    from mvr_ray.distributed.unfinished_results import UnfinishedResults
 
     store = Store(run.store.path)
     live = manifests.read(store, run.index.name)
@@ -177,7 +177,7 @@ def retrieve(
         refuse_empty_answers(question_batch.questions, run.evaluate.match)
     if settings.refined_queries:
         warn_of_plain_queries(live, [question_batch.name])
-    with open_router(run, live.version) as router, UnfinishedResults(store, live.index) as result_store:
+    with open_router(run, live.version) as router, ResultStore(store, live.index) as result_store:
         return list(rank_questions(run, router, [question_batch], settings, progress, result_store=result_store))
 
 

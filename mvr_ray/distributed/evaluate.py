@@ -42,6 +42,7 @@ from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.encoders import is_trained, require_encoder
 from mvr_ray.distributed.indexing.lexical import has_words
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import (
     QuestionRanker,
     QuestionSet,
@@ -52,7 +53,6 @@ from mvr_ray.distributed.retrieve import (
 )
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
-from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -180,7 +180,7 @@ def evaluate(
         )
     if rank.refined_queries:
         warn_of_plain_queries(base, [own.name for own in sets])
-    with open_router(run, base.version) as router, UnfinishedResults(store, base.index) as result_store:
+    with open_router(run, base.version) as router, ResultStore(store, base.index) as result_store:
         rank_all = partial(rank_questions, run, router, sets, progress=progress, result_store=result_store)
         queries: list[str] | None = [] if settings.hybrid or run.search.hybrid is not None else None
         measurement.add(run.index.name, rank_all(rank, queries=queries))
@@ -293,7 +293,7 @@ def _rank_by_words(
     sets: Sequence[QuestionSet],
     rank: RankSettings,
     progress: Progress,
-    result_store: UnfinishedResults | None = None,
+    result_store: ResultStore | None = None,
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits by BM25, in order: by the searchers where the version has whole words by the
     run's rule, else in this process."""

@@ -23,10 +23,10 @@ from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import QuestionRanker, RankSettings
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.examples import limit_per_passage
-from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
@@ -96,7 +96,7 @@ def mine(run: RunConfig, progress: Progress = no_progress, corpus_digest: str | 
     candidates: list[HardNegatives] = []
     own_ids = own_passages(questions, corpus, run.prepare.sources)
     scores: list[FloatArray] = [np.zeros(0, np.float32)] * len(questions)
-    with UnfinishedResults(store, run.index.name) as result_store:
+    with ResultStore(store, run.index.name) as result_store:
         for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress, result_store)):
             candidates.append(
                 filter_hits(question, own_ids.get(question.id, ()), hits[cfg.rank_from :], corpus, matcher, cfg)
@@ -188,7 +188,7 @@ def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
 
 
 def _rank_passages(
-    run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress, result_store: UnfinishedResults
+    run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress, result_store: ResultStore
 ) -> Iterator[Sequence[str]]:
     """Passage ids for each question down to `mine.rank_to`, best first."""
     texts = [question.text for question in questions]
@@ -249,7 +249,7 @@ def _scores_with_positives(
     questions: Sequence[Question],
     candidates: Sequence[HardNegatives],
     progress: Progress,
-    result_store: UnfinishedResults,
+    result_store: ResultStore,
 ) -> list[FloatArray]:
     """Scores of each question's positive and its candidates, none where the corpus lacks the positive."""
     positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
@@ -268,7 +268,7 @@ def _pair_scores(
     corpus: Corpus,
     candidates: Sequence[Candidates],
     progress: Progress,
-    result_store: UnfinishedResults,
+    result_store: ResultStore,
 ) -> list[FloatArray]:
     """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]

@@ -28,7 +28,7 @@ from mvr_ray.core.reading.reader import ReadRequest, Span, choose
 from mvr_ray.distributed import models
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
-from mvr_ray.distributed.unfinished_results import UnfinishedResults
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store, finished_file, local_copy
@@ -127,7 +127,7 @@ def read(
     num_passages, needs = sum(len(row.passages) for row in results), [pool_need("readers", run.resources)]
     with ExitStack() as stack:
         stack.enter_context(session.connect(run.resources, num_passages, needs))
-        result_store = stack.enter_context(UnfinishedResults(Store(run.store.path), run.index.name))
+        result_store = stack.enter_context(ResultStore(Store(run.store.path), run.index.name))
         file = None
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
@@ -196,7 +196,7 @@ def _read_all(
     task: models.WorkerModel,
     results: Sequence[RankedQuestion],
     progress: Progress,
-    result_store: UnfinishedResults,
+    result_store: ResultStore,
 ) -> Iterator[list[Span | None]]:
     """Yield the best spans of each question's passages, in order."""
     size, count = run.read.batch, 0

@@ -23,9 +23,9 @@ from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.searching.searcher import Fleet
-from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -160,12 +160,11 @@ def rank_questions(
     settings: RankSettings,
     progress: Progress = no_progress,
     queries: list[str] | None = None,
-    result_store: UnfinishedResults | None = None,
+    result_store: ResultStore | None = None,
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits, in order. `queries`: their vectors by batch in base64, which an empty list
     gets, so that a further ranking of the same sets does not embed them again. `result_store` keeps hits meanwhile.
-    Raises ResourceError if the cluster
-    cannot place the rankers, or if this process lacks their GPU."""
+    Raises ResourceError if the cluster cannot place the rankers, or if this process lacks their GPU."""
     resources = run.resources
     batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
     if not batches:
@@ -253,7 +252,7 @@ def retrieve(
     if format == "trec":
         for question in query_set.questions:
             refuse_spaces(question.id, "question")
-    with open_router(run, base.version) as router, UnfinishedResults(store, base.index) as result_store:
+    with open_router(run, base.version) as router, ResultStore(store, base.index) as result_store:
         results = rank_questions(run, router, [query_set], settings, progress, result_store=result_store)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, base.index, base.version)

@@ -199,7 +199,10 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
     for name in (name for contrast in config.contrasts for name in (contrast.better, contrast.than)):
         if name != BM25 and name.removesuffix(WITH_BM25) not in names:
             raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
-    study = Study(config, size, file, extra, loader.read(file.parent / config.run))
+    try:
+        study = Study(config, size, file, extra, loader.read(file.parent / config.run))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: run: {error}") from None
     for variant in config.variants:
         where = f"{file}: variant {variant.name!r}"
         require_sizes(variant.sizes, where)

@@ -163,7 +163,7 @@ class StudyPlan:
         return StudyPlan({key: step for key, step in self.steps.items() if key in keys}, variants)
 
 
-PREPARE = StepConfig.model_construct(stage="prepare")
+_PREPARE = StepConfig.model_construct(stage="prepare")
 """The preparation of a corpus, which every step needs; made once, as pydantic takes a millisecond."""
 
 
@@ -205,7 +205,7 @@ class _Chain:
         if is_last_train and curve:
             overrides.append(f"train.snapshot_steps={curve}")
         run = self.study.resolve(overrides)
-        self._plan(plan, PREPARE, run, overrides)
+        self._plan(plan, _PREPARE, run, overrides)
         key = self._plan(plan, step, run, overrides)
         if is_last_train and self.at:
             self.snapshot = f"{SNAPSHOT}{self.at}"

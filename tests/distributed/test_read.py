@@ -171,7 +171,7 @@ def test_a_reading_that_was_stopped_continues_after_its_stored_answers(library, 
         return own(reader, batch)
 
     monkeypatch.setattr(QuestionReader, "__call__", call)
-    monkeypatch.setattr("mvr_ray.distributed.unfinished_results.SAVE_S", 0.0)
+    monkeypatch.setattr("mvr_ray.distributed.result_store.SAVE_S", 0.0)
     with pytest.raises(ReaderInterruption):
         read(run, library / "texts.jsonl", tmp_path / "answers.jsonl")
     num_calls, stop_at = 0, -1

@@ -215,7 +215,7 @@ def _require_hub_model(name: str, what: str, error_type: type[MvrRayError]) -> N
         if error.response.status_code == 429 or error.response.status_code >= 500:
             return
         if isinstance(error, EntryNotFoundError):
-            with suppress(EntryNotFoundError):
+            with suppress(HfHubHTTPError, httpx2.HTTPError):
                 get_hf_file_metadata(hf_hub_url(name, "adapter_config.json"), timeout=_HUB_TIMEOUT_S)
                 raise error_type(_ADAPTER.format(f"{what} {name}", "", "folder")) from None
         reason = first_line(error)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -17,7 +17,7 @@ from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
-from mvr_ray.distributed.unfinished_results import Compute
+from mvr_ray.distributed.result_store import Compute
 
 if TYPE_CHECKING:
     import ray.data
@@ -74,15 +74,15 @@ def map_in_pool(
 ) -> Iterator[Any]:
     """Call a pool of workers, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
 
-    Batches and results are serialised as JSON. Early results are buffered. `through`: `UnfinishedResults.map`, which
+    Batches and results are serialised as JSON. Early results are buffered. `through`: `ResultStore.map`, which
     calls the pool for those batches alone whose results are not stored.
     """
-    actor = partial(cast("Any", _PoolActor), worker=worker, arguments=arguments, threads=resources.threads)
+    constructor: dict[str, Any] = {"worker": worker, "arguments": arguments, "threads": resources.threads}
 
     def compute(texts: Sequence[str]) -> Iterator[str]:
         if not session.in_ray():
-            return _map_in_threads(actor, texts, min(resources.encoders_max, len(texts)))
-        return _map_in_actors(texts, actor.keywords, resources, what)
+            return _map_in_threads(partial(_PoolActor, **constructor), texts, min(resources.encoders_max, len(texts)))
+        return _map_in_actors(texts, constructor, resources, what)
 
     texts = [json.dumps(batch) for batch in batches]
     if texts:
@@ -90,12 +90,11 @@ def map_in_pool(
 
 
 def _map_in_actors(
-    texts: Sequence[str], constructor: Mapping[str, Any], resources: ResourcesConfig, what: str
+    texts: Sequence[str], constructor: dict[str, Any], resources: ResourcesConfig, what: str
 ) -> Iterator[str]:
     rows = [{"number": number, "batch": text} for number, text in enumerate(texts)]
-    pipeline = dataset(rows).map_batches(
-        cast("Any", _PoolActor), fn_constructor_kwargs=dict(constructor), **pool_options(resources)
-    )
+    actor: Any = _PoolActor
+    pipeline = dataset(rows).map_batches(actor, fn_constructor_kwargs=constructor, **pool_options(resources))
     early: dict[int, str] = {}
     expected = 0
     for row in stream_rows(pipeline, what):

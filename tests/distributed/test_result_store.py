@@ -11,11 +11,11 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.reading.cross_encoder import CrossEncoder
-from mvr_ray.distributed import mine, unfinished_results
+from mvr_ray.distributed import mine, result_store
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.distributed.models import pair_spec, save_model
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import QuestionRanker, retrieve
-from mvr_ray.distributed.unfinished_results import UnfinishedResults
 from mvr_ray.store import gc, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import CROSS_ENCODERS
@@ -51,7 +51,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def saves_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(unfinished_results, "SAVE_S", 0.0)
+    monkeypatch.setattr(result_store, "SAVE_S", 0.0)
 
 
 def staged_files(store: Store) -> list[Path]:
@@ -59,7 +59,7 @@ def staged_files(store: Store) -> list[Path]:
 
 
 def results_of(store: Store, compute: Computation, inputs: object = "inputs") -> list[str]:
-    with UnfinishedResults(store, "index") as result_store:
+    with ResultStore(store, "index") as result_store:
         return list(result_store.map(inputs, BATCHES, compute))
 
 
@@ -79,7 +79,7 @@ def test_what_takes_less_than_a_minute_stores_nothing_and_a_file_holds_what_came
     with pytest.raises(WorkInterruption):
         results_of(store, Computation(NUM_BATCHES - 1))
     assert not staged_files(store)
-    monkeypatch.setattr(unfinished_results, "SAVE_CHARS", 2 * len(BATCHES[0]))  # more than two are three
+    monkeypatch.setattr(result_store, "SAVE_CHARS", 2 * len(BATCHES[0]))  # more than two are three
     with pytest.raises(WorkInterruption):
         results_of(store, Computation(NUM_BATCHES - 1))
     assert [file.name for file in staged_files(store)] == ["results-000000000.jsonl", "results-000000003.jsonl"]

@@ -28,7 +28,7 @@ Compute = Callable[[Sequence[str]], Iterator[str]]
 """Computes the result of each batch, in order; batches and results are JSON of one line, in ASCII."""
 
 
-class UnfinishedResults:
+class ResultStore:
     """The stored results of a command; a context that deletes them when it ends without an error."""
 
     def __init__(self, store: Store, index: str) -> None:
