@@ -1106,6 +1106,32 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
     assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file == "configs/presets/squad-study.yaml"
 
 
+@pytest.mark.parametrize("size", ["quick", "gpu", "paper"])
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
+def test_a_variant_named_after_a_paper_trains_by_that_paper_s_loss(path: Path, size: str) -> None:
+    plan = shipped_plan(path, size)
+    for variant in plan.variants:
+        trainings = [plan.steps[key].run for key in variant.keys if plan.steps[key].stage == "train"]
+        for name, run in ((variant.variant.name, run) for run in trainings):
+            train, strategy = run.train, run.encoder.strategy
+            if name.startswith("MVR"):  # eq. 5 to 8, tables 3 and 8: lambda 0.01, tau from 1 by alpha 0.1 to 0.3
+                assert (strategy, train.loss) == ("viewers", "mvr"), name
+                assert train.local_weight == (0 if "without the local term" in name else 0.01), name
+                assert train.temperature == (1 if "without annealing" in name else None), name
+                assert (train.temperature_decay, train.temperature_floor) == (0.1, 0.3), name
+            elif name.startswith("ME-BERT") or re.search("(^|, )best view", name):
+                assert (train.loss, train.local_weight) == ("mvr", 0), name
+            elif "DPR" in name:
+                assert (strategy, train.loss) == ("cls", "dpr"), name
+            elif name.startswith("CAMVR"):
+                assert (strategy, train.loss) == ("snippets", "camvr"), name
+            if re.fullmatch("CAMVR,? as published", name):  # eq. 13 alone, the title under the first viewer
+                encoder = run.encoder
+                assert (train.local_weight, train.warm_start_steps or 0) == (0, 0), name
+                assert encoder.title_view and encoder.empty_snippets == "kept" and encoder.readout == "viewer", name
+                assert (encoder.normalize, encoder.score_scale) == (False, 1), name
+
+
 def test_a_report_says_nothing_of_what_was_not_measured(write):
     study = load_study(write({}, variants=STUDY["variants"][:1], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
