@@ -139,9 +139,11 @@ def depth_table(results: Sequence[VariantResult]) -> Table | None:
                 row[column] = _shares([shares.get((questions, f"{kind}/top-{k}")) for k in ks])
             baselines.setdefault(name, row)
     rows = list(baselines.values())
+    raw_methods = {result.setting["method"] for result in rounds if not result.setting.get("keep_length", True)}
     for result in rounds:
         method = result.setting["method"] if result.state["number"] else "before"
-        paper = _paper_shares(result.variant, method, ks)
+        has_figures = method == "before" or method not in raw_methods or not result.setting.get("keep_length", True)
+        paper = _paper_shares(result.variant, method, ks) if has_figures else ""
         row = result.head | {"paper": paper if paper not in [row["paper"] for row in rows] else ""}
         for column, (questions, kind) in columns.items():
             after, before = result.after[questions], result.before[questions]
@@ -155,8 +157,8 @@ def depth_table(results: Sequence[VariantResult]) -> Table | None:
     sizes = ", ".join(f"{name}: n {n}" for name, n in _set_sizes(results).items() if name in sets)
     note = (
         f"Top-{' / '.join(ks)} in percent; {sizes}. p: against the same index before, at each depth. {P_NOTE} "
-        "Paper: AOpt table 3, NQ test, transductive; it stands beside the first setting of "
-        "its method."
+        "Paper: AOpt table 3, NQ test, transductive; it stands beside the first setting of its method, and of those "
+        "with keep_length False, the paper's form, where there are any."
     )
     return make_table("Refinement at every depth", note, rows, drop_empty=True)
 

@@ -171,8 +171,8 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
     note = (
         "Row i, column j > i: D(i, j) = KL(attention of view j || attention of view i), in nats, of the last layer, "
         "mean over heads and passages; the paper's are of 1,000 passages of Wikipedia. n, in a variant's first row: "
-        "passages. Beside it, the difference of the mean over i < j on the same passages, with its interval and p. "
-        f"{P_NOTE}"
+        "passages. Beside it, the difference of each passage's mean over its own pairs i < j (with few snippets, pairs "
+        f"of the first views weigh more than in the mean of these rows), with its interval and p. {P_NOTE}"
     )
     return make_table("Attention divergence between views (CAMVR eq. 14)", note, rows, drop_empty=True)
 
