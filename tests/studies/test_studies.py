@@ -1109,11 +1109,14 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
 @pytest.mark.parametrize("size", ["quick", "gpu", "paper"])
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 def test_a_variant_named_after_a_paper_trains_by_that_paper_s_loss(path: Path, size: str) -> None:
-    plan = shipped_plan(path, size)
+    plan, config = shipped_plan(path, size), load_study(path, size).config
     for variant in plan.variants:
         trainings = [plan.steps[key].run for key in variant.keys if plan.steps[key].stage == "train"]
         for name, run in ((variant.variant.name, run) for run in trainings):
-            train, strategy = run.train, run.encoder.strategy
+            train, encoder, strategy = run.train, run.encoder, run.encoder.strategy
+            if size == "paper" and re.match("MVR|ME-BERT|.*DPR|CAMVR", name):  # one rate, and DPR's warmup and clip
+                assert (train.viewer_lr_factor, train.warmup_share) == (1, 0.067), name
+                assert train.clip_norm == 2 * run.resources.train_workers, name
             if name.startswith("MVR"):  # eq. 5 to 8, tables 3 and 8: lambda 0.01, tau from 1 by alpha 0.1 to 0.3
                 assert (strategy, train.loss) == ("viewers", "mvr"), name
                 assert train.local_weight == (0 if "without the local term" in name else 0.01), name
@@ -1123,10 +1126,15 @@ def test_a_variant_named_after_a_paper_trains_by_that_paper_s_loss(path: Path, s
                 assert (train.loss, train.local_weight) == ("mvr", 0), name
             elif "DPR" in name:
                 assert (strategy, train.loss) == ("cls", "dpr"), name
+                is_told = size == "quick" and "At the quick size DPR's temperature falls" in config.about
+                assert train.temperature == (None if is_told else 1), name  # eq. 2 has none
             elif name.startswith("CAMVR"):
                 assert (strategy, train.loss) == ("snippets", "camvr"), name
+                if size == "paper" and config.paper.startswith("CAMVR"):  # eq. 13 alone
+                    has_empty = encoder.num_views > 1 and encoder.readout == "viewer"
+                    assert (train.local_weight, not has_empty or encoder.empty_snippets == "kept") == (0, True), name
             if re.fullmatch("CAMVR,? as published", name):  # eq. 13 alone, the title under the first viewer
-                encoder = run.encoder
+                assert train.temperature is None or "eq. 13 alone at temperature 1" in config.about, name
                 assert (train.local_weight, train.warm_start_steps or 0) == (0, 0), name
                 assert encoder.title_view and encoder.empty_snippets == "kept" and encoder.readout == "viewer", name
                 assert (encoder.normalize, encoder.score_scale) == (False, 1), name
