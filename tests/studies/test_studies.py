@@ -1106,6 +1106,33 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
     assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file == "configs/presets/squad-study.yaml"
 
 
+def test_the_paper_s_figures_of_a_form_stand_beside_its_raw_setting_if_there_is_one(write):
+    figures = {"passage: answer/top-1": 0.5, "hybrid: answer/top-1": 0.6}
+    variant = {"name": "a", "steps": ["index", {"stage": "refinement_grid"}], "paper": figures}
+    study = load_study(write({}, variants=[variant], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    ends = {
+        "chosen": 1,
+        "stopped": 1,
+        "restored": 1,
+        "lowest_loss": 1,
+        "rounds": [refined_round(n, 0, 0) for n in (0, 1)],
+    }
+    forms = ("passage", True), ("passage", False), ("hybrid", True)
+    tried = [
+        {**ends, "label": f"{method} {kept}", "setting": {"method": method, "step_size": 0.02, "keep_length": kept}}
+        for method, kept in forms
+    ]
+    ids = [f"q{number}" for number in range(10)]
+    sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
+    grid = {"passages_written": 9, "tried": tried, "sets": sets, "gate": "gate"}
+    records = {key: StepRecord(key, step.stage, step.command, 1.0, grid) for key, step in plan.steps.items()}
+    tables = {table.title: table for table in make_report(study, plan, records).tables}
+    depths = tables["Refinement at every depth"]
+    paper = [row[depths.columns.index("paper")] for row in depths.rows]
+    assert paper == ["", "", "50.0 / - / -", "60.0 / - / -"], "before, kept, raw, and the only hybrid one"
+
+
 @pytest.mark.parametrize("size", ["quick", "gpu", "paper"])
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 def test_a_variant_named_after_a_paper_trains_by_that_paper_s_loss(path: Path, size: str) -> None:
