@@ -1119,13 +1119,17 @@ def test_the_paper_s_figures_of_a_form_stand_beside_its_raw_setting_if_there_is_
         "rounds": [refined_round(n, 0, 0) for n in (0, 1)],
     }
     forms = ("passage", True), ("passage", False), ("hybrid", True)
-    tried = [
-        {**ends, "label": f"{method} {kept}", "setting": {"method": method, "step_size": 0.02, "keep_length": kept}}
-        for method, kept in forms
+    trials = [
+        {
+            **ends,
+            "label": f"{method} {keeps_length}",
+            "setting": {"method": method, "step_size": 0.02, "keep_length": keeps_length},
+        }
+        for method, keeps_length in forms
     ]
     ids = [f"q{number}" for number in range(10)]
     sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
-    grid = {"passages_written": 9, "tried": tried, "sets": sets, "gate": "gate"}
+    grid = {"passages_written": 9, "tried": trials, "sets": sets, "gate": "gate"}
     records = {key: StepRecord(key, step.stage, step.command, 1.0, grid) for key, step in plan.steps.items()}
     tables = {table.title: table for table in make_report(study, plan, records).tables}
     depths = tables["Refinement at every depth"]
