@@ -140,7 +140,9 @@ class AnalyzedQuestions(NamedTuple):
 
     @property
     def wins_Q(self) -> IntArray:
-        return metrics.winning_views(_shares_of_longest(self.queries_QD, self.views_QVD), self.mask_QV)
+        return metrics.winning_views(
+            metrics.relative_scores(self.queries_QD, self.views_QVD, self.mask_QV), self.mask_QV
+        )
 
 
 class _ShardViews(NamedTuple):
@@ -448,10 +450,3 @@ def _gather_own_views(
         views_QVD[number, view_numbers_N[own_N]] = vectors_ND[own_N]
         mask_QV[number, view_numbers_N[own_N]] = True
     return AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
-
-
-def _shares_of_longest(queries_QD: FloatArray, views_QVD: FloatArray) -> FloatArray:
-    """Divide inner products by |q| times the length of the passage's longest view: cosines for views of length 1,
-    otherwise the order of the search. [Q, V]"""
-    longest_Q = np.linalg.norm(queries_QD, axis=-1) * np.linalg.norm(views_QVD, axis=-1).max(axis=-1)
-    return np.einsum("qd,qvd->qv", queries_QD, views_QVD) / np.where(longest_Q > 0, longest_Q, 1.0)[:, None]

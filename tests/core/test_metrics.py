@@ -25,6 +25,7 @@ from mvr_ray.core.judging.metrics import (
     question_lv,
     recall,
     reciprocal_ranks,
+    relative_scores,
     share_interval,
     top_k_accuracy,
     view_pair_cosine,
@@ -233,8 +234,9 @@ def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
 def slow_question_lv(queries, views, mask) -> list[float]:
     values = []
     for query, own, mask_V in zip(queries, views, mask):
-        scores = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v, keep in zip(own, mask_V) if keep]
-        scores.sort()
+        kept = [v for v, keep in zip(own, mask_V) if keep]
+        longest = max(np.linalg.norm(v) for v in kept)
+        scores = sorted(query @ v / np.linalg.norm(query) / longest for v in kept)
         values.append(scores[-1] - np.mean(scores[:-1]) if len(scores) > 1 else math.nan)
     return values
 
@@ -255,12 +257,27 @@ def test_local_variation_and_pair_cosine_equal_loops_over_views_that_exist(seed:
     mask = rng.random((9, 4)) < 0.7
     mask[:, 0] = True
     mask[0] = True
-    views[~mask] = 0.0
     expected_Q = slow_question_lv(queries, views, mask)
     np.testing.assert_allclose(question_lv(queries, views, mask), expected_Q, atol=1e-12)
     assert lv(queries, views, mask) == pytest.approx(np.nanmean(expected_Q))
     assert view_pair_cosine(views, mask) == pytest.approx(slow_pair_cosine(views, mask))
     assert lv(queries * 7, views * 3, mask) == pytest.approx(lv(queries, views, mask))
+
+
+def test_the_best_view_of_local_variation_is_the_one_that_search_finds_whatever_the_length_of_views():
+    """A cosine prefers a short view of the right direction; a search by inner products does not."""
+    short, long = [1.0, 0.0], [3.0, 3.0]
+    assert lv(np.array([[1.0, 0.0]]), np.array([[short, long]])) == pytest.approx((3 - 1) / np.hypot(3, 3))
+    rng = np.random.default_rng(4)
+    queries, views = rng.normal(size=(50, 6)), rng.normal(size=(50, 4, 6)) * rng.uniform(0.1, 9, (50, 4, 1))
+    raw = np.einsum("qd,qvd->qv", queries, views)
+    every = np.ones(views.shape[:2], bool)
+    scores = relative_scores(queries, views, every)
+    assert (scores.argmax(axis=1) == raw.argmax(axis=1)).all() and np.abs(scores).max() <= 1
+    unit = views / np.linalg.norm(views, axis=-1, keepdims=True)
+    cosines = np.einsum("qd,qvd->qv", queries / np.linalg.norm(queries, axis=-1, keepdims=True), unit)
+    np.testing.assert_allclose(relative_scores(queries, unit, every), cosines)
+    assert (cosines.argmax(axis=1) != raw.argmax(axis=1)).any()
 
 
 def test_collapsed_views_show_no_variation_and_pair_cosine_one():

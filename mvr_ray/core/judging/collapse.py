@@ -30,7 +30,7 @@ class Collapse:
 def collapse_report(views_PVD: FloatArray, mask_PV: np.ndarray) -> Collapse:
     """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
 
-    Local variation is of cosines, as `metrics.lv`; the mean view of the next passage is the query of each passage.
+    The query of each passage in `metrics.lv` is the mean view of the next one.
     """
     cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
     means_PD = (views_PVD * mask_PV[..., None]).sum(1) / np.maximum(mask_PV.sum(1, keepdims=True), 1)

@@ -224,19 +224,31 @@ def question_lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArra
     """Compute each question's local variation (MVR, eq. 9): the best view's score less the mean of the passage's other
     views. float64 [Q], NaN where the passage has fewer than two views.
 
-    Question i is scored with the views of passage i. The paper leaves the scores' normalisation open; here they are
-    cosines, so that models are comparable. Near 0: collapsed.
+    Question i is scored with the views of passage i, by `relative_scores`. Near 0: collapsed.
     """
-    scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(views_QVD))
-    mask_QV = np.ones(scores_QV.shape, bool) if mask_QV is None else mask_QV
+    mask_QV = np.ones(views_QVD.shape[:2], bool) if mask_QV is None else mask_QV
+    scores_QV = relative_scores(queries_QD, views_QVD, mask_QV)
     count_Q = mask_QV.sum(axis=1)
     best_Q = np.where(mask_QV, scores_QV, -np.inf).max(axis=1)
     others_Q = np.where(mask_QV, scores_QV, 0.0).sum(axis=1) - best_Q
     return np.where(count_Q > 1, best_Q - others_Q / np.maximum(count_Q - 1, 1), np.nan)
 
 
+def relative_scores(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray) -> FloatArray:
+    """Divide each question's inner products with a passage's views by the question's length and that of the longest
+    view: cosines for views of one length, and in the order of the search for others. `mask_QV` marks the views that
+    exist. float64 [Q, V].
+
+    MVR leaves the normalisation of eq. 9 open; this one makes models comparable.
+    """
+    queries_QD, views_QVD = np.asarray(queries_QD, np.float64), np.asarray(views_QVD, np.float64)
+    longest_Q = np.where(mask_QV, np.linalg.norm(views_QVD, axis=-1), 0.0).max(axis=-1)
+    longest_Q *= np.linalg.norm(queries_QD, axis=-1)
+    return np.einsum("qd,qvd->qv", queries_QD, views_QVD) / np.where(longest_Q > 0, longest_Q, 1.0)[:, None]
+
+
 def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None) -> IntArray:
-    """Return the lowest view that ties with the best one. Scores are cosines. int64 [Q]."""
+    """Return the lowest view that ties with the best one, by `relative_scores`. int64 [Q]."""
     scores_QV = np.asarray(scores_QV, np.float64)
     if mask_QV is not None:
         scores_QV = np.where(mask_QV, scores_QV, -np.inf)
