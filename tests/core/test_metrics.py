@@ -234,9 +234,9 @@ def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
 def slow_question_lv(queries, views, mask) -> list[float]:
     values = []
     for query, own, mask_V in zip(queries, views, mask):
-        kept = [v for v, keep in zip(own, mask_V) if keep]
-        longest = max(np.linalg.norm(v) for v in kept)
-        scores = sorted(query @ v / np.linalg.norm(query) / longest for v in kept)
+        present = [v for v, keep in zip(own, mask_V) if keep]
+        longest = max(np.linalg.norm(v) for v in present)
+        scores = sorted(query @ v / np.linalg.norm(query) / longest for v in present)
         values.append(scores[-1] - np.mean(scores[:-1]) if len(scores) > 1 else math.nan)
     return values
 
