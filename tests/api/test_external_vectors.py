@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from damaged_file import flip_byte
 
 from mvr_ray import Index
 from mvr_ray.cli import main
 from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError, PublishConflictError
 from mvr_ray.serving.schemas import to_request_error
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.view_vectors import read_vectors, write_vectors
@@ -113,6 +114,19 @@ def test_changes_give_the_answers_and_the_vectors_of_what_they_name_and_keep_the
     assert index.upsert([], vectors=vectors).version == version  # nothing differs
     index.rollback(1)
     assert_exact(index, VECTORS)
+
+
+def test_an_index_whose_file_alone_is_damaged_is_built_of_its_vectors(tmp_path: Path):
+    settings = {"index": {"kind": "hnsw"}, "prepare": {"num_shards": 1}}
+    with Index.build(PASSAGES, vectors=VECTORS, path=tmp_path / "own", settings=settings) as index:
+        [entry] = index.manifest.shards
+    [name] = {*entry.files} - {paths.EMBEDDINGS}
+    flip_byte(tmp_path / "own" / paths.shard_dir("index", entry.digest) / name)
+    with pytest.raises(SystemExit) as end:
+        main(["index", f"{tmp_path}/own/run.yaml", f"store.path={tmp_path}/own"])
+    assert not end.value.code
+    store = Store(str(tmp_path / "own"))
+    manifest.verify(store, manifest.read(store, "index")).require()
 
 
 def test_vectors_of_an_index_over_other_shards_are_replaced_by_the_given_ones(index: Index, tmp_path: Path):

@@ -40,6 +40,7 @@ from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
@@ -405,7 +406,7 @@ def test_a_damaged_file_of_an_updated_index_is_named_and_made_again_to_the_same_
     build_index.index(run)
     update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50, "new": 51}, {"p04"}))
     version = build_index.index(run)
-    entry = next(entry for entry in version.shards if LABELS_FILE in entry.files)
+    entry, reports = next(entry for entry in version.shards if LABELS_FILE in entry.files), list[tuple]()
     for name in set(entry.files) - {paths.EMBEDDINGS}:
         file = root / paths.shard_dir("index", entry.digest) / name
         data = bytearray(file.read_bytes())
@@ -416,9 +417,37 @@ def test_a_damaged_file_of_an_updated_index_is_named_and_made_again_to_the_same_
         assert (problem.shard, Path(problem.path).name) == (entry.shard, name)
         [result] = repair(store, version).repairs
         assert result.state == "repaired" or "mvr-ray index CONFIG" in result.cure
-        again = build_index.index(run)
+        reports.clear()
+        again = build_index.index(run, lambda *report: reports.append(report))
         assert (again.version, again.content_digest()) == (version.version, version.content_digest())
         assert manifest.verify(store, version).problems == []
+        assert (name == paths.CHANGES) == ("encode" in {what for what, _, _ in reports})
+
+
+@pytest.mark.parametrize("is_refined", [False, True])
+def test_an_index_whose_file_alone_is_damaged_is_built_of_its_embeddings_where_no_other_version_has_them(
+    first_store, run_over, tmp_path, is_refined
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, kind="hnsw", hnsw_m=4)
+    if is_refined:
+        add_views(store, build_index.index(run), {"p03", "p05"})
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p07": 50, "new": 51}, {"p04"}))
+    version = build_index.index(run)
+    for number in range(1, version.version):
+        store.delete(paths.manifest("index", number))
+    collect(store, "index", keep=1, grace_s=0)
+    views = stored_views(store, version)
+    for entry in version.shards:
+        [name] = {*entry.files} - {*paths.embedding_files(entry.files), LABELS_FILE}
+        flip_byte(root / paths.shard_dir("index", entry.digest) / name)
+    again = build_index.index(run)
+    assert (again.operation, again.metrics["encoded"]) == ("index:refined" if is_refined else "index", 0)
+    assert manifest.verify(store, again).problems == []
+    after = stored_views(store, again)
+    assert {name: own.vectors_ND.tobytes() for name, own in after.items()} == {
+        name: own.vectors_ND.tobytes() for name, own in views.items()
+    }
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])

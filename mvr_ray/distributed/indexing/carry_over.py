@@ -29,7 +29,13 @@ import numpy as np
 from mvr_ray.checksums import add_trailer
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
-from mvr_ray.distributed.indexing.shards import gather_batches, promised_recall, related_shards, shard_embeddings
+from mvr_ray.distributed.indexing.shards import (
+    embeddings_alone,
+    gather_batches,
+    promised_recall,
+    related_shards,
+    shard_embeddings,
+)
 from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
@@ -80,7 +86,8 @@ class EmbeddedCorpus:
         return {name for name in own.keys() & before.keys() if _has_same_content(own[name], before[name])}
 
     def embeddings(self, shard: int) -> EmbeddingShard:
-        return shard_embeddings(self.store, self.version.index, self.version.shards[shard])
+        """Open a shard's embeddings; its index may be damaged."""
+        return shard_embeddings(self.store, self.version.index, embeddings_alone(self.version.shards[shard]))
 
 
 def carry_over(
@@ -343,32 +350,28 @@ def carry_shard(
 def _plan_over_base(
     corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str, *, reads: bool = True
 ) -> EncodePlan | None:
-    """Plan over the first source with the same shards as parts, encoding all changed passages; None without one.
+    """Plan over the first source with the same shards as parts, and this one whole, encoding all changed passages; None
+    without one, or if that is not the source of refined views to keep: `carry_shard` takes them passage by passage.
     What a source of another index has beside the corpus does not count as deleted. Without `reads` the plan is for its
-    rows alone: no embeddings are read."""
+    rows alone: no shard is read."""
     for source in sources:
         version = source.version
-        try:
+        with suppress(MissingInputError, StorageError):  # `carry_shard` reports what it cannot take
             before = source.corpus()
-            is_over_parts = len(version.shards) == corpus.num_shards == before.num_shards  # else resharded
-            if source.parent or not is_over_parts:
-                if source.is_refined:
-                    return None
-                continue
-            if reads:
-                source.embeddings(shard)
-            same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
-            changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
-        except (MissingInputError, StorageError) as error:
-            _skip_source(source, error)
-            continue
-        replaced_ids = [passage.id for passage in corpus.part(shard).take(changed_rows)]
-        num_unlearned = 0
-        if source.is_refined and reads:
-            num_unlearned = _num_unlearned(source, sources, [*replaced_ids, *deleted_ids])
-        own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
-        num_deleted = len(deleted_ids) if version.index == index else 0
-        return EncodePlan(changed_rows, own, deleted_ids, num_deleted, num_unlearned)
+            if not source.parent and len(version.shards) == corpus.num_shards == before.num_shards:  # else resharded
+                if reads:
+                    manifests.open_shard(source.store, version.index, version.shards[shard])
+                same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
+                changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
+                replaced_ids = [passage.id for passage in corpus.part(shard).take(changed_rows)]
+                num_unlearned = 0
+                if source.is_refined and reads:
+                    num_unlearned = _num_unlearned(source, sources, [*replaced_ids, *deleted_ids])
+                own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
+                num_deleted = len(deleted_ids) if version.index == index else 0
+                return EncodePlan(changed_rows, own, deleted_ids, num_deleted, num_unlearned)
+        if source.is_refined:
+            return None
     return None
 
 

@@ -122,7 +122,7 @@ def reshard_one(
     if result := shards.read_note(store, base.index, note):
         return result
     entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
-    old_shards = [shards.shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
+    old_shards = [shards.shard_embeddings(store, base.index, shards.embeddings_alone(entry)) for entry in entries]
     blocks, params = [block for old in old_shards for block in old.blocks()], IndexParams(**base.index_params)
     with shards.shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
@@ -178,7 +178,7 @@ def _require_possible(store: Store, base: Manifest) -> None:
             f"{', '.join(str(entry.shard) for entry in base.shards)}); index again: mvr-ray index CONFIG"
         )
     for entry in base.shards:
-        for name, file in _embeddings_alone(entry).files.items():
+        for name, file in shards.embeddings_alone(entry).files.items():
             path = f"{paths.shard_dir(base.index, entry.digest)}/{name}"
             size = store.size_bytes(path)
             if size != file.num_bytes:
@@ -193,11 +193,6 @@ def _require_possible(store: Store, base: Manifest) -> None:
             f"reshard: {store.name} has {free} bytes free, a second copy of index {base.index!r} takes "
             f"{base.num_bytes}; free space, or collect old versions: mvr-ray versions CONFIG collect"
         )
-
-
-def _embeddings_alone(entry: ShardEntry) -> ShardEntry:
-    """A shard with the files that hold its views, and no others."""
-    return dataclasses.replace(entry, files={name: entry.files[name] for name in paths.embedding_files(entry.files)})
 
 
 class CompactReport(NamedTuple):

@@ -230,6 +230,11 @@ def shard_embeddings(store: Store, index: str, entry: ShardEntry) -> EmbeddingSh
     return open_embeddings(manifests.open_shard(store, index, entry), entry.files)
 
 
+def embeddings_alone(entry: ShardEntry) -> ShardEntry:
+    """A shard with the files that hold its views, and no others."""
+    return replace(entry, files={name: entry.files[name] for name in paths.embedding_files(entry.files)})
+
+
 def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
     """Yield the stored views of all passages of a version, shard by shard; one shard is open at a time. Raises as
     `shard_embeddings`."""
