@@ -125,7 +125,7 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
     A missing encoder or corpus is a problem of the version, which could not answer queries.
     """
     num_files, num_bytes, problems = manifest.verify(store, version)
-    problems, cure = [*problems, *_encoder_damage(store, version)], CORPUS_CURE
+    problems, cure = [*problems, *encoder_damage(store, version)], CORPUS_CURE
     try:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:
@@ -163,7 +163,7 @@ def require_sources(store: Store, version: Manifest) -> None:
         raise MissingInputError(f"{refusal} {store.where(path)} {reason}; {cure}")
 
 
-def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
+def encoder_damage(store: Store, version: Manifest) -> list[Problem]:
     """Load the encoder, if present, to check its fingerprint over weights, tokenizer and settings."""
     if problems := _missing_encoder(store, version):
         return problems

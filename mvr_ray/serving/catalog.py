@@ -41,7 +41,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import SCHEMA_BYTES, dimension_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import DIGEST_HEX, ROLLBACK, Manifest, Number, ShardEntry, Word, digest_of
-from mvr_ray.versions import VersionInfo, list_versions, version_info
+from mvr_ray.versions import VersionInfo, encoder_damage, list_versions, version_info
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ RETRY_S = 2
 MEMORY_S = 60.0
 """Time for which the result of a job is kept for a repeated request; after that the files are read again."""
 _SOURCE = "send a manifest as it lies in the store, indexes/<name>/versions/<n>.json"
-_UNREADABLE = DigestError, ManifestError
+UNREADABLE = DigestError, ManifestError
 """Errors of a manifest that is damaged or a newer program's."""
 
 
@@ -85,7 +85,7 @@ class VersionCatalog:
     def one(self, version: int) -> VersionDetail:
         """Describe a version. Raises RequestError: 404 for one that does not exist, 422 for one that cannot be read."""
         live = self._require(version)
-        manifest = self._read(version)
+        manifest = self.read(version)
         shards = [
             ShardContent(
                 shard=e.shard, digest=e.digest, passages=e.num_passages, vectors=e.num_vectors, bytes=e.num_bytes
@@ -107,7 +107,7 @@ class VersionCatalog:
         publisher was first.
         """
         self._require(version)
-        manifest = self._read(version)
+        manifest = self.read(version)
         with self._lock:
             job, is_done = self._job_now()
             live = manifests.latest_version(self.store, self.index)
@@ -176,13 +176,13 @@ class VersionCatalog:
     def _info(self, version: Manifest) -> VersionInfo:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
-    def _read(self, version: int) -> Manifest:
-        """Read a manifest. Raises RequestError (422) for one that is damaged or a newer program's."""
+    def read(self, version: int, field: str = "n") -> Manifest:
+        """Read a manifest. Raises RequestError (422) for one that is damaged or a newer program's, named by `field`."""
         try:
             return manifests.read(self.store, self.index, version)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             hint = "roll back to a version that can be read, or see `mvr-ray versions CONFIG verify`"
-            raise RequestError(422, "unreadable_version", "n", str(error), hint) from None
+            raise RequestError(422, "unreadable_version", field, str(error), hint) from None
 
     def _require(self, version: int) -> int:
         """Return the live version's number. Raises RequestError (404) if `version` does not exist."""
@@ -286,12 +286,11 @@ class _PublishJob:
             raise _not_whole(field, str(error)) from None
 
     def _check_sources(self) -> None:
-        """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are in this store."""
+        """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are whole here."""
         manifest, hint = self.manifest, "copy its folder there, too"
-        name, fingerprint = manifest.encoder_name, manifest.encoder_fingerprint
-        if not self.store.exists(f"{paths.encoder_dir(name, fingerprint)}/{paths.ENCODER_JSON}"):
-            message = f"encoder {name}/{fingerprint} is not in the store"
-            raise RequestError(422, "no_encoder", "manifest.encoder_fingerprint", message, hint)
+        for problem in encoder_damage(self.store, manifest):
+            message = f"{problem.path} {problem.reason}"
+            raise RequestError(422, "no_encoder", "manifest.encoder_fingerprint", message, problem.cure)
         try:
             for path, reason in Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).find_damage():
                 raise RequestError(422, "no_corpus", "manifest.corpus_digest", f"{path} {reason}", hint)
@@ -304,7 +303,7 @@ def published_version(store: Store, manifest: Manifest) -> Manifest | None:
     cannot be read has another content."""
     try:
         version = manifests.read_version(store, manifest.index, manifest.parent + 1)
-    except (MissingInputError, *_UNREADABLE):
+    except (MissingInputError, *UNREADABLE):
         return None
     return version if version.content_digest() == manifest.content_digest() else None
 

@@ -24,7 +24,7 @@ from mvr_ray.errors import FilterError, MissingInputError, OverloadedError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.admission import in_time
-from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
+from mvr_ray.serving.catalog import UNREADABLE, PublishRequest, VersionCatalog
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
@@ -281,6 +281,10 @@ class SearchService:
             except MissingInputError as error:
                 message, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", message, hint or "see GET /v1/versions") from None
+            except UNREADABLE:
+                if self.catalog and version is not None:
+                    self.catalog.read(version, "version")
+                raise  # a file of the version is damaged
             yield router
 
     def _catalog(self) -> VersionCatalog:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from in_memory_index import PASSAGES, VIEWS_PVD
-from version_store import manifest_of
+from version_store import add_encoder, manifest_of
 
 from mvr_ray.distributed.indexing.shards import shard_folder
 from mvr_ray.store import manifest, paths
@@ -32,7 +32,7 @@ def build(
     """Version 1 of index `library` in the store at `root`: the passages of the library, their views times `scale`, and
     fields of these types by passage id."""
     store = Store(str(root))
-    store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
+    add_encoder(store)
     digest = corpus(store, types, fields)
     entries = tuple(shard(store, number, scale) for number in range(SHARDS))
     version = manifest_of(entries, 0, digest)

@@ -1,6 +1,7 @@
 """Publishing over HTTP: nothing but a whole version, once, after the version that its sender has seen."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import threading
@@ -17,7 +18,9 @@ from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError, UnavailableError
 from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.encoders import save_encoder
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
@@ -394,6 +397,17 @@ def test_a_newest_version_that_cannot_be_read_is_rolled_back_from_and_described_
     assert (version.version, version.operation, version.live) == (3, "rollback", True)
 
 
+@pytest.mark.parametrize("data", [b'{"format_version": 99, "version": 2}', b"damaged"])
+def test_a_search_of_a_version_that_cannot_be_read_is_refused(elsewhere, data) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    sections = {"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}, "serve": {"follow_s": 0}}
+    with Client.in_process(RunConfig.model_validate(sections)) as client:
+        elsewhere.store.write_bytes(paths.manifest("library", 2), data)
+        with pytest.raises(RefusedError) as refusal:
+            client.search([[1.0, 0, 0]], k=3, text=False, version=2)
+    assert (refusal.value.status, refusal.value.code, refusal.value.field) == (422, "unreadable_version", "version")
+
+
 def test_a_version_that_cannot_be_read_is_a_conflict_for_a_publisher_that_follows_the_one_before(elsewhere) -> None:
     elsewhere.store.write_bytes(paths.manifest("library", 1), b'{"format_version": 99, "version": 1}')
     reply = elsewhere.post(elsewhere.payload)
@@ -411,11 +425,15 @@ def test_a_server_of_a_fixed_version_refuses_to_roll_back_before_anything_is_pub
     assert elsewhere.versions() == [1]
 
 
-def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> None:
-    assert elsewhere.post(elsewhere.payload).status == 200
+def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere, tiny_backbone) -> None:
+    encoder = DualEncoder.from_backbone(str(tiny_backbone), EncoderSpec(strategy="mean"))
+    snapshot = save_encoder(elsewhere.store, "own", encoder)
+    own = {"encoder_name": snapshot.name, "encoder_fingerprint": snapshot.fingerprint}
+    manifest.publish(elsewhere.store, dataclasses.replace(elsewhere.version, **own))
+    weights = elsewhere.root / paths.encoder_dir(snapshot.name, snapshot.fingerprint) / "shared" / "model.safetensors"
     file = first_file(elsewhere)
     part = elsewhere.root / paths.corpus_dir("books") / Corpus.open(elsewhere.store, "books").info.parts[0].file
-    for path, code in ((file, "not_whole"), (part, "no_corpus")):
+    for path, code in ((file, "not_whole"), (part, "no_corpus"), (weights, "no_encoder")):
         whole = path.read_bytes()
         path.chmod(0o644)
         flip_byte(path)
