@@ -98,14 +98,15 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
 def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_is_named(
     tmp_path: Path, damage: Callable[[Path], None]
 ):
-    version = publish_random_index(tmp_path, random_views(60, 3), 3, INT8)
-    store, folder = Store(str(tmp_path)), folder_of(tmp_path, version, 2)
+    store = Store(str(tmp_path))
+    version = publish_random_index(tmp_path, random_views(60, 3), 3, INT8, corpus=empty_corpus(store))
+    folder = folder_of(tmp_path, version, 2)
     damage(folder / paths.EMBEDDINGS)
     damaged_contents = contents(folder)
     report = repair(store, version)
     assert [(row.shard, row.state, row.set_aside) for row in report.repairs] == [(2, "lost", "")]
     assert contents(folder) == damaged_contents
-    message = r"shard 2 of index 'random' version 1 .*encode it again.*mvr-ray index CONFIG"
+    message = r"shard 2 of index 'random' version 1 .*index it again.*mvr-ray index CONFIG"
     with pytest.raises(DigestError, match=message):
         report.require()
 
@@ -163,6 +164,19 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
     }
     with pytest.raises(DigestError, match="first: moved queries of index 'random' version 2"):
         report.require()
+
+
+def test_an_index_of_a_corpus_that_has_changed_since_is_not_cured_by_another_one(tmp_path: Path):
+    store = Store(str(tmp_path))
+    first = publish_random_index(tmp_path, random_views(60, 3), 1, corpus=empty_corpus(store))
+    corpus = Corpus(store, CorpusInfo("corpus", "1" * 32, 0, (), (), {}, {}))
+    corpus.publish(after=1)
+    publish_random_index(tmp_path, random_views(60, 4), 1, parent=1, corpus=corpus)
+    flip_byte(folder_of(tmp_path, first, 0) / paths.EMBEDDINGS)
+    [row] = repair(store, first).repairs
+    assert row.cure == (
+        "version 2 does not need it: mvr-ray versions CONFIG rollback 2; or index the last corpus: mvr-ray index CONFIG"
+    )
 
 
 def test_a_version_that_shares_the_lost_file_by_a_hard_link_is_no_cure(tmp_path: Path):

@@ -10,6 +10,7 @@ never deleted by this program. Where embeddings are lost, the report names the c
 import logging
 import shutil
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from mvr_ray.index.flat import FIRST_CODES_FILE, shared_codes
 from mvr_ray.index.kinds import build_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import LEXICAL, QUERIES, FileEntry, Manifest, ShardEntry, ShardMeta
@@ -168,14 +170,17 @@ def _equals(path: Path, file: FileEntry) -> bool:
 
 
 def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_files: Collection[FileEntry] = ()) -> str:
-    """The command that restores lost files: encode again, or roll back to a version that does not use them. Shards may
-    share a file by hard links."""
-    if manifest.operation == "index":
-        return "encode it again, and no other shard: mvr-ray index CONFIG"
+    """The command that restores lost files: index again, which makes a version of the last corpus alone, or roll back
+    to a version that does not use them. Shards may share a file by hard links."""
+    with suppress(MissingInputError, StorageError):
+        is_last = Corpus.open(store, manifest.corpus).digest == manifest.corpus_digest
+        if is_last and manifest.operation == "index":
+            return "index it again, and no other shard: mvr-ray index CONFIG"
     step = manifest.operation.partition(":")[0]
+    again = "index the last corpus: mvr-ray index CONFIG" if step == "index" else f"do the {step} again on it"
     for other in manifests.newest_first(store, manifest.index, require_live=False):
         files = (file for entry in other.shards for file in entry.files.values())
         if manifests.named_paths(other).isdisjoint(lost_paths) and not any(file in lost_files for file in files):
             back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
-            return f"{back}; or do the {step} again on it"
-    return f"encode again, then do the {step} again: mvr-ray index CONFIG"
+            return f"{back}; or {again}"
+    return again if step == "index" else f"encode again, then do the {step} again: mvr-ray index CONFIG"
