@@ -332,9 +332,9 @@ class Index:
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
             index.refine(questions, rounds=10, gate=["held_out"], labels="gold")
 
-        A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
-        those of the run file's `refine` section; `feedback`, a file, replaces what the questions' answers would teach.
-        `questions` as of `add_questions`, or the name of a stored set.
+        A version is published if neither a set of `gate` nor the labelled questions themselves lose more than
+        `max_heldout_loss` points. `settings` are those of the run file's `refine` section; `feedback`, a file, replaces
+        what the questions' answers would teach. `questions` as of `add_questions`, or the name of a stored set.
         Raises ConfigError if there is nothing to learn from, or questions beside the run file's own `feedback`.
         """
         with progress_callback(progress) as callback:

@@ -459,8 +459,9 @@ class ResourcesConfig(Section):
     """Ray cluster to join; absent: `RAY_ADDRESS`, else, as for `local`, a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
     """Stages over at most this many passages run in this process, without Ray, if no address is given; 0: never. For
-    `index`, the passages that it encodes count, for `read` and the cross-encoder of `mine` those that it reads, once a
-    question. The bytes are the same either way. train (unless train_workers is 0), study and serve always use Ray."""
+    `index`, the passages that it encodes count (of an approximate index all of the shards that change), for `read` and
+    the cross-encoder of `mine` those that they read, once a question. The bytes are the same either way. train (unless
+    train_workers is 0), study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
     autoscaling: bool = False

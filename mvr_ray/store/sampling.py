@@ -1,6 +1,6 @@
-"""Sample names and split question sets by hashes of names: the same on any machine, and over a longer list.
+"""Sample names and split question sets by hashes of names: the same on any machine and in any order.
 
-An item's rank is a hash of its name and a seed; the lowest ranks are drawn.
+An item's rank is a hash of its name and a seed; the lowest ranks are drawn, so added names may displace others.
 """
 
 import hashlib
