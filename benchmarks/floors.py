@@ -120,6 +120,14 @@ def has_bfloat16() -> bool:
     return cpuinfo.exists() and not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpuinfo.read_text().split())
 
 
+def one_thread_rates(num_bytes: int = 1 << 30, size: int = 3072) -> dict[str, float]:
+    """Measure what one thread reads and multiplies, which tells machines of one name apart: ten seconds or so."""
+    rates = {"GB/s": read_bandwidth(1, num_bytes) / 1e9, "GFLOP/s in fp32": matrix_rate(1, size) / 1e9}
+    if has_bfloat16():
+        rates["in bfloat16"] = matrix_rate(1, size, "bfloat16") / 1e9
+    return rates
+
+
 @contextmanager
 def _on(threads: int) -> Iterator[None]:
     import torch

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+"""What decides which loops run; a processor's name often does not say which of them it has."""
 DIRTY = "-dirty"
 """After a commit: the files were not those of the commit. What runs write under results/ does not count."""
 
@@ -50,10 +52,14 @@ def process_tree(root: int) -> list[int]:
 
 
 def hardware() -> dict[str, str]:
+    cpuinfo = _cpuinfo()
+    flags = cpuinfo.get("flags", "").split()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(ROOT),
-        "processor": _processor(),
+        "processor": cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        "family, model": f"{cpuinfo.get('cpu family', '?')}, {cpuinfo.get('model', '?')}",
+        "instructions": " ".join(flag for flag in INSTRUCTIONS if flag in flags),
         "cores": str(os.cpu_count()),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
         "python": platform.python_version(),
@@ -70,9 +76,9 @@ def commit(root: Path) -> str:
     return git("rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
 
 
-def _processor() -> str:
-    """Return the processor's model name if the system has it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def _cpuinfo() -> dict[str, str]:
+    """Return what the system says about the first processor, empty where it says nothing."""
+    path = Path("/proc/cpuinfo")
+    first = path.read_text().partition("\n\n")[0] if path.exists() else ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

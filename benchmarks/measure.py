@@ -116,9 +116,12 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def write(part: Part) -> None:
-    """Store the part with its raw samples, and print it."""
+    """Store the part with its raw samples and the machine with its rates, and print it."""
+    from floors import one_thread_rates  # floors times its loops by this module
+
     FOLDER.mkdir(parents=True, exist_ok=True)
-    report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.is_met} for bar in part.bars], "hardware": hardware()}
+    machine = {**hardware(), "one thread": one_thread_rates()}
+    report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.is_met} for bar in part.bars], "hardware": machine}
     target = FOLDER / f"{part.name}.json"
     scratch = target.with_suffix(".part")
     scratch.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
@@ -164,13 +167,22 @@ def markdown(report: Mapping[str, Any]) -> str:
     many = {key: fact for key, fact in facts.items() if ": " in key}
     lines += [f"- {key}: {fact}" for key, fact in facts.items() if key not in many or not in_grid(many)]
     machine = report["hardware"]
-    with_memory = f", {machine['memory']} of memory" if "memory" in machine else ""
-    where = f"{machine['cores']} cores of {machine['processor']}{with_memory}"
+    where = describe(machine)
     took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
     lines.append(f"- measured {machine['date']} at commit {machine['commit']}, {where}{took}")
     if in_grid(many):
         lines += ["", *_grid(many)]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """Return cores, processor, memory and measured rates; older results have only some of them."""
+    kind = [machine["kind"]] if "kind" in machine else []
+    if "instructions" in machine:
+        kind = [f"family and model {machine['family, model']}", machine["instructions"] or "no vector instructions"]
+    text = f"{machine['cores']} cores of {machine['processor']}" + (f" ({'; '.join(kind)})" if kind else "")
+    text += f", {machine['memory']} of memory" if "memory" in machine else ""
+    return text + (f", one thread {_fact(machine['one thread'])}" if "one thread" in machine else "")
 
 
 def in_grid(names: Iterable[str]) -> bool:

@@ -261,7 +261,7 @@ def encode_all(vectors_ND: FloatArray, at_once: int = 65536) -> Any:
 
 NO_BFLOAT16 = "no such products"
 NOTE_ONE = (
-    "both only read. Faiss's own memory begins between two lines of 64 bytes, and its loads cross them, ours do not; "
+    "Both only read. Faiss's own memory begins between two lines of 64 bytes, and its loads cross them, ours do not; "
     "`on a line` both read an array that begins on one (notes.md)."
 )
 NOTE_FASTER = "Faiss searches one question on one thread, as its wiki says, and is slower when it is allowed two"

@@ -44,11 +44,27 @@ OTHERS = (
 )
 """Measured by commands of their own (README.md), or on other processors."""
 MINUTES = 30
+WITH_AVX512 = "with AVX-512, 36 GB/s and 267 GFLOP/s a thread: notes.md"
+SLOWER = "with AVX-512, 22 GB/s and 117 GFLOP/s a thread: notes.md"
+AVX2_ALONE = "with AVX2 alone: notes.md"
+KINDS_IN_NOTES = {
+    "engines 2c5d70c1": WITH_AVX512,
+    "router 481ada13": SLOWER,
+    "filters 7b71b983": SLOWER,
+    "refinement 9669f279": AVX2_ALONE,
+    "updates 9669f279": AVX2_ALONE,
+}
+"""Part and commit of results whose files do not hold the kind of processor, and what notes.md says it was."""
 HEAD = """# How fast, how small, how linear
 
-Every figure is a ratio of two things measured in turn in one run on one machine, or a share of the least time that the
-machine's measured memory bandwidth or matrix rate allows. A sample is one run; cases are interleaved; what is compared
-is the median over rounds of the ratio within a round. Made by `make bench`; raw samples are in [bench/](bench).
+Most figures are ratios of two things measured in turn in one run on one machine, or shares of the least time that the
+machine's measured memory bandwidth or matrix rate allows; the others are seconds, bytes and counts against a limit. A
+sample is one run; cases are interleaved; what is compared is the median over rounds of the ratio within a round. Each
+share of updates and each size of growth was run once. Made by `make bench`; raw samples are in [bench/](bench).
+
+Parts were measured on different machines, and each names its own in its last line. "AMD EPYC" stands for at least three
+kinds, which older results do not tell apart; [notes](../notes.md#exact-and-approximate-search) have what the same
+programs reach on a slower one, where fewer bars are met.
 """
 
 
@@ -86,7 +102,7 @@ def took(reports: dict[str, dict[str, Any]]) -> str:
 def collect() -> Path:
     """Write the page of all parts on file: first how many bars each part meets, and which it misses."""
     parts = [part for part in (*PARTS, *OTHERS) if _is_on_file(part)]
-    reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in parts}
+    reports = {part: read_report(part) for part in parts}
     lines = [HEAD, "| part | bars met | missed |", "|---|---|---|"]
     lines += [_summary(report) for report in reports.values()]
     missing = [part for part in PARTS if part not in reports]
@@ -97,6 +113,13 @@ def collect() -> Path:
     path = RESULTS / "bench.md"
     path.write_text("\n".join([*lines, *(markdown(report) for report in reports.values())]))
     return path
+
+
+def read_report(part: str) -> dict[str, Any]:
+    """Read a part's results, with the kind of processor by notes.md if only they have it."""
+    report = json.loads((FOLDER / f"{part}.json").read_text())
+    kind = KINDS_IN_NOTES.get(f"{part} {report['hardware'].get('commit')}")
+    return {**report, "hardware": {"kind": kind, **report["hardware"]}} if kind else report
 
 
 def _summary(report: Mapping[str, Any]) -> str:

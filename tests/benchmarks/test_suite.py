@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import floors
 import machine
 import measure
 import pytest
@@ -84,6 +85,24 @@ def test_the_page_and_the_file_have_the_seconds_of_parts_and_their_sum(table, tm
         and report["seconds"]["search"] == 0
         and len(report["seconds"]) == len(suite.PARTS)
     )
+
+
+def test_the_page_names_the_kind_of_processor_by_the_run_or_by_the_notes(table, monkeypatch):
+    flags = {"family, model": "25, 1", "instructions": "avx2", "one thread": {"GB/s": 19.5, "GFLOP/s in fp32": 90.0}}
+    text = "2 cores of some (family and model 25, 1; avx2), one thread GB/s 19.5, GFLOP/s in fp32 90"
+    assert measure.describe({**HARDWARE, **flags}) == text
+    monkeypatch.setattr(suite, "KINDS_IN_NOTES", {"router abc": "old: notes.md"})
+    page = table("router", "search")
+    assert page.count("2 cores of some (old: notes.md)\n") == page.count("2 cores of some\n") == 1
+
+
+def test_this_machine_has_the_instructions_that_loops_are_chosen_by():
+    now = machine.hardware()
+    assert set(now["instructions"].split()) <= set(machine.INSTRUCTIONS)
+    has_bfloat16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(now["instructions"].split())
+    assert has_bfloat16 is floors.has_bfloat16()
+    rates = floors.one_thread_rates(1 << 20, 32)
+    assert min(rates.values()) > 0 and ("in bfloat16" in rates) is has_bfloat16
 
 
 def test_seconds_stand_beside_the_samples_that_were_written_last(table, tmp_path):
