@@ -34,6 +34,7 @@ QUESTION = "When was the university founded?"
 MODEL = "all-MiniLM-L6-v2"
 COLD = {"mvr-ray --help": 0.6, "mvr-ray search": 3.0, "import mvr_ray": 0.3}
 """Seconds that each may take."""
+PRECISION = "ours the default, auto: bf16 where the processor multiplies it; sentence-transformers' the default, fp32"
 ENCODING = f"""
 import json, sys
 from mvr_ray import Encoder
@@ -115,6 +116,7 @@ def measure(folder: Path, passages: int, rounds: int, only_cold: bool) -> Part:
             "five lines, beside sentence-transformers + Faiss", speedup(part.samples, "five lines", list(cases)[3]), 1.0
         )
     )
+    part.facts["precision"] = PRECISION
     add_cold_starts(part, folder, rounds)
     return part
 

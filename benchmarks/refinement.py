@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import made_up
 import numpy as np
 import torch
-from measure import FOLDER, Bar, Part, interleave, speedup, write
-from rates import read_rates
+from measure import Bar, Part, interleave, speedup, write
 from squad_files import DEV, TRAIN
 
 from mvr_ray.checksums import with_trailer
@@ -337,13 +336,6 @@ def rebuilds(
     part.bars.append(
         Bar("re-indexing 5 % dirty passages, of a whole build without encoding", 100 * share, 15, False, "%", SMALL)
     )
-    encoding_rate = read_rates(FOLDER).get("encoded passages/s")
-    if encoding_rate:
-        whole_s = statistics.median(samples["whole build"]) + len(of.ids) / encoding_rate.value
-        share = statistics.median(samples["changed alone"]) / whole_s
-        what = "re-indexing 5 % dirty passages, of a whole build with encoding as on file"
-        part.bars.append(Bar(what, 100 * share, 15, False, "%"))
-        part.facts["encoding as on file"] = f"{encoding_rate.value:.1f} passages/s ({encoding_rate.source})"
 
 
 def main() -> None:

@@ -240,7 +240,8 @@ def measure_steps(peers: Path) -> Part:
         f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {
             name: size / 1e6 for name, size in growth.items()
         },
-        "settings": f"{STEPS} steps a sample, dropout {DROPOUT}, {THREADS} threads, at most {TOKENS} tokens",
+        "settings": f"{STEPS} steps a sample, dropout {DROPOUT} in fp32 and 0 in bf16, {THREADS} threads, at most "
+        f"{TOKENS} tokens",
         "peer": ", ".join(SENTENCE_TRANSFORMERS),
     }
     return part
