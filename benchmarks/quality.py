@@ -177,7 +177,7 @@ def change(path: Path, questions: str, name: str, than: str) -> str:
     """Return the difference in top-1 with its interval and the p of the paired test that flips articles."""
     if not than:
         return ""
-    [row] = compare(f"{path}:{than}", f"{path}:{name}", [1], question_set=questions)
+    row, *_ = compare(f"{path}:{than}", f"{path}:{name}", [1], question_set=questions)
     return f"{row.difference:+.1f} ({row.low:+.1f} to {row.high:+.1f}), p {row.p:.2g}, against {than}"
 
 

@@ -25,3 +25,9 @@ def test_every_row_is_compared_with_another_one_of_its_table():
     names = {quality.BM25, *(system.name for system in quality.SYSTEMS)}
     assert {system.than for system in quality.SYSTEMS} <= names
     assert len({system.key for system in quality.SYSTEMS}) == len(quality.SYSTEMS)
+
+
+def test_a_cell_of_the_page_is_made_again_from_the_stored_ranks():
+    than, name = "BM25", "snippet means, 8 views"
+    cell = quality.change(RESULTS / "quality.parquet", "cranfield", name, than)
+    assert f"| {cell} |" in (RESULTS / "quality.md").read_text() and cell.endswith(f"against {than}")
