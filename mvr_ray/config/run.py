@@ -242,10 +242,10 @@ class IndexConfig(Section):
     """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
     fingerprint of its own. auto: on CPUs the fastest float of this machine: bf16 where the processor has instructions
     for it, by mvr_ray's own layers with AMX, else by OpenVINO if it is installed and known to run the model; on GPUs
-    fp32. A corpus embedded before keeps its precision. bf16: by mvr_ray's layers or torch; a GPU runs it without
-    padding. openvino, openvino-bf16: fp32 and bf16 by OpenVINO on CPUs, for models without local attention; int8: as
-    these, in bytes with scales that are calibrated once, on passages of the corpus
-    (pip install 'mvr-ray[openvino]')."""
+    fp32. A corpus embedded before keeps its precision, but on GPUs any other than fp32 and bf16 becomes fp32. bf16: by
+    mvr_ray's layers or torch; a GPU runs it without padding. openvino, openvino-bf16: fp32 and bf16 by OpenVINO on
+    CPUs, for models without local attention; int8: as these, in bytes with scales that are calibrated once, on passages
+    of the corpus (pip install 'mvr-ray[openvino]')."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: the data that a search scans. int8: codes of one byte a component, stored beside the vectors; passages

@@ -16,11 +16,13 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import torch
+
 from mvr_ray import __version__
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, model_name, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
+from mvr_ray.core.encoding.precision import PrecisionName, fastest_float, missing_on_gpu
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import PunktParams, train_punkt
 from mvr_ray.distributed import models
@@ -98,9 +100,10 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 
 
 def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualEncoder]) -> PrecisionName:
-    """The precision of this encoder's embeddings in the store; without any, the fastest on this machine."""
-    store = Store(run.store.path)
-    if full.precision != "fp32" or run.resources.gpus_per_encoder > 0:
+    """The precision of this encoder's embeddings in the store; without any, the fastest on this machine. For encoders
+    on GPUs fp32, unless the store has embeddings in a precision that they support."""
+    store, on_gpus = Store(run.store.path), run.resources.gpus_per_encoder > 0
+    if full.precision != "fp32":
         return full.precision
     fingerprints: dict[str, PrecisionName] = {full.fingerprint: "fp32"}
     for precision in PRECISIONS[1:]:
@@ -110,7 +113,16 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
     for name in sorted(store.list(paths.INDEXES), key=lambda name: name != run.index.name):
         with suppress(MissingInputError, StorageError):  # such as an index without a version
             if precision := fingerprints.get(manifests.read(store, name).encoder_fingerprint):
-                return precision
+                missing = missing_on_gpu(precision, torch.cuda.is_available()) if on_gpus else ""
+                if missing:
+                    log.warning(
+                        "index.precision auto: passages are embedded anew, in fp32: those of index %r are in %s, which "
+                        "needs %s; resources.gpus_per_encoder=0 keeps them",
+                        *(name, precision, missing),
+                    )
+                return "fp32" if missing else precision
+    if on_gpus:
+        return "fp32"
     floats = (precision for precision in fingerprints.values() if precision not in ("fp32", "int8"))
     return next(floats, None) or fastest_float(load().passage_tower)
 

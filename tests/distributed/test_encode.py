@@ -159,13 +159,17 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 
 @pytest.mark.data
 @pytest.mark.parametrize("first", ["fp32", "bf16", "openvino-bf16"])
-def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
-    """The encoder in use on either kind of processor; the numbers are those of fp32, which every processor supports."""
+def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(
+    empty_store, run_over, monkeypatch, caplog, first
+):
+    """The encoder in use on either kind of processor, and on a GPU; the numbers are those of fp32, which every processor
+    supports."""
     build = precision.inference_pass
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
     monkeypatch.setattr(precision, "_missing_on_cpu", lambda tower, name: "")
     monkeypatch.setattr(encoder_module, "inference_pass", lambda tower, own: build(tower, own._replace(name="fp32")))
     choice, here = [first], {"local_passages": 1000}
+    on_gpus = run_over(empty_store, index={"name": "three", "precision": "auto"}, resources={"gpus_per_encoder": 1})
     monkeypatch.setattr(encoders, "fastest_float", lambda tower: choice[0])
     live = build_index.index(run_over(empty_store, index={"name": "one", "precision": "auto"}, resources=here))
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
@@ -175,7 +179,14 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
         again = build_index.index(run_over(empty_store, index={"name": name, "precision": "auto"}, resources=here))
         assert again.encoder_fingerprint == live.encoder_fingerprint
         assert again.metrics["encoded"] == 0 and (again.shards == live.shards or name == "two")
-    on_gpus = run_over(empty_store, index={"name": "three", "precision": "auto"}, resources={"gpus_per_encoder": 1})
+    for has_bf16 in (True, False):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda has_bf16=has_bf16: has_bf16)
+        is_kept = first == "fp32" or (first == "bf16" and has_bf16)
+        caplog.clear()
+        assert resolve_encoder(on_gpus).fingerprint == (live.encoder_fingerprint if is_kept else full.fingerprint)
+        assert (f"embedded anew, in fp32: those of index 'one' are in {first}, which needs" in caplog.text) != is_kept
+    shutil.rmtree(empty_store / "indexes")
     assert resolve_encoder(on_gpus) == full
 
 

@@ -149,7 +149,7 @@ def check(tower: Tower, precision: PrecisionName, gpu: bool | None = None) -> No
         return
     on_gpu = _on_gpu(tower)
     use_gpu = on_gpu if gpu is None else gpu
-    missing = _missing_on_gpu(precision, on_gpu) if use_gpu else _missing_on_cpu(tower, precision)
+    missing = missing_on_gpu(precision, on_gpu) if use_gpu else _missing_on_cpu(tower, precision)
     if missing:
         raise EncoderError(f"passages in {precision} need {missing}; set index.precision to fp32 and index again")
 
@@ -169,9 +169,11 @@ def _missing_on_cpu(tower: Tower, precision: PrecisionName) -> str:
     return ""
 
 
-def _missing_on_gpu(precision: PrecisionName, tower_on_gpu: bool) -> str:
+def missing_on_gpu(precision: PrecisionName, has_gpu: bool) -> str:
+    """What encoders on GPUs lack to embed passages in this precision; empty if nothing. `has_gpu`: this process has
+    one, which is asked."""
     if precision in ON_OPENVINO:
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
-    if tower_on_gpu and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and has_gpu and not torch.cuda.is_bf16_supported():
         return "a GPU that multiplies bfloat16, and this one does not"
     return ""
