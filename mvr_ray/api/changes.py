@@ -42,7 +42,7 @@ def publish_changes(
     live = manifests.read(store, run.index.name)
     if not has_run_file:
         _require_settings(run, store, live)
-    own = {"encoder": live.encoder_fingerprint, "vectors": vectors}
+    own = {"encoder": live.encoder_fingerprint, "precision": "auto", "vectors": vectors}
     run = with_settings(run, encoder={"name": live.encoder_name}, index=own)
     external = _external_vectors(run, store, live)
     check = partial(_require_vectors, external, store, live.index) if external else None

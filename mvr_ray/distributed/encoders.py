@@ -88,7 +88,8 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
     """Find the snapshot of `index.encoder`, in the precision of `index.precision`. An untrained one is made from the
     backbone, one of another precision from the selected snapshot; both are saved like any other.
 
-    `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own.
+    `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own. Raises ConfigError for a
+    named encoder in another lower precision than that of `index.precision`.
     """
     full = _named_encoder(run, corpus)
     if full.is_external:
@@ -169,7 +170,13 @@ def _stored_encoder(run: RunConfig) -> LocalEncoder | None:
                 f"(mvr-ray train CONFIG), or set index.encoder=untrained"
             )
     elif choice != "untrained":
-        return local_encoder(store, name, choice)
+        encoder, precision = local_encoder(store, name, choice), run.index.precision
+        if encoder.precision not in ("fp32", precision) and precision != "auto":
+            raise ConfigError(
+                f"index.encoder {choice} embeds in {encoder.precision}, and index.precision is {precision}; set "
+                f"index.precision to auto, or, to embed anew in {precision}, index.encoder to auto or to one in fp32"
+            )
+        return encoder
     return None
 
 

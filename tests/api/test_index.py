@@ -752,6 +752,8 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     version = index.upsert(upserts)
     assert (version.version, version.metrics["encoded"], len(index)) == (2, 2, 25)
     assert (same := index.upsert(upserts)).version == 2 and same.metrics["encoded"] == 0
+    with Index.open(index.run.store.path, settings={"index": {"precision": "openvino"}}) as other:
+        assert other.upsert(upserts).version == 2  # the next `reindex` embeds in another precision
     index.delete(["p3", "unknown"])
     rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + upserts
     fresh = Index.build(rows, model=str(tiny_backbone), path=tmp_path / "fresh", settings=SMALL)

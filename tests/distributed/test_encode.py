@@ -32,6 +32,7 @@ from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_en
 from mvr_ray.distributed.indexing import build_index, encode, staging
 from mvr_ray.distributed.indexing.carry_over import digest_contents
 from mvr_ray.errors import (
+    ConfigError,
     EncoderError,
     FingerprintError,
     FormatError,
@@ -151,7 +152,13 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     assert DualEncoder.load(int8_encoder.folder).precision.name == "int8"
     for index in ({"precision": "int8"}, {"precision": "int8", "encoder": int8_encoder.fingerprint}):
         assert resolve_encoder(run_over(empty_store, index=index)) == int8_encoder
-    assert resolve_encoder(run_over(empty_store, index={"encoder": int8_encoder.fingerprint})) == int8_encoder
+    named = {"encoder": int8_encoder.fingerprint}
+    assert resolve_encoder(run_over(empty_store, index={**named, "precision": "auto"})) == int8_encoder
+    for other in ("fp32", "openvino"):
+        with pytest.raises(
+            ConfigError, match=f"{int8_encoder.fingerprint} embeds in int8, .*precision is {other};"
+        ):
+            resolve_encoder(run_over(empty_store, index={**named, "precision": other}))
     assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
     tasks = [staging.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
     assert tasks[0].key != tasks[1].key
@@ -162,7 +169,7 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(
     empty_store, run_over, monkeypatch, caplog, first
 ):
-    """The encoder in use on either kind of processor, and on a GPU; the numbers are those of fp32, which every processor
+    """The encoder in use on either kind of processor, and on a GPU; the numbers are those of fp32, which every one
     supports."""
     build = precision.inference_pass
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers

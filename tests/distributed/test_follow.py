@@ -95,6 +95,16 @@ def answers(run: RunConfig, version: Manifest | None = None) -> list[list[tuple[
 
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
+def test_another_precision_in_the_run_file_waits_for_the_next_index(run: RunConfig, source: Path):
+    before = live(run)
+    write_changes(source, "1.jsonl", {"id": "new", "title": "T", "text": "A new text."})
+    other = run.model_copy(update={"index": run.index.model_copy(update={"precision": "openvino"})})
+    follow(other, FollowReport(), print, once=True)
+    assert live(run).encoder_fingerprint == before.encoder_fingerprint and live(run).metrics["encoded"] == 1
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.ray
 def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run: RunConfig, source: Path):
     store, lines = Store(run.store.path), []
     write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})

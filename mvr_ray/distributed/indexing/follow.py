@@ -153,7 +153,7 @@ class Follower:
         run = keep_external_encoder(self.run)
         index = run.index
         if live is not None and live.encoder_name == run.encoder.name:
-            index = index.model_copy(update={"encoder": live.encoder_fingerprint})
+            index = index.model_copy(update={"encoder": live.encoder_fingerprint, "precision": "auto"})
         resources = self.run.resources
         if num_passages:
             resources = with_encoders(resources, -(-num_passages // index.sort_window), info)
