@@ -472,8 +472,8 @@ class ResourcesConfig(Section):
     gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
     """The share of a GPU that embeds passages for an encoder (1: a whole one); 0: it embeds them on the CPU."""
     torch_threads: Count | None = None
-    """Threads of one encoder, trainer or searcher process on CPU. null: 1, and for exact search and refinement without
-    Ray, by mvr_ray's compiled loops, one a core."""
+    """Threads of one encoder, trainer or searcher process on CPU. null: 1, and without Ray one a core, for exact search
+    and refinement by mvr_ray's compiled loops, and for passages by its layers or OpenVINO."""
     train_workers: Annotated[int, Field(ge=0)] = 1
     """0 trains in this process, without Ray workers."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1

@@ -155,9 +155,7 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     named = {"encoder": int8_encoder.fingerprint}
     assert resolve_encoder(run_over(empty_store, index={**named, "precision": "auto"})) == int8_encoder
     for other in ("fp32", "openvino"):
-        with pytest.raises(
-            ConfigError, match=f"{int8_encoder.fingerprint} embeds in int8, .*precision is {other};"
-        ):
+        with pytest.raises(ConfigError, match=f"{int8_encoder.fingerprint} embeds in int8, .*precision is {other};"):
             resolve_encoder(run_over(empty_store, index={**named, "precision": other}))
     assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
     tasks = [staging.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
@@ -195,6 +193,18 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(
         assert (f"embedded anew, in fp32: those of index 'one' are in {first}, which needs" in caplog.text) != is_kept
     shutil.rmtree(empty_store / "indexes")
     assert resolve_encoder(on_gpus) == full
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("setting", "num"), [(None, 7), (3, 3)])
+def test_an_encoder_in_this_process_has_the_threads_of_the_run_file_else_one_a_core(
+    empty_store, run_over, without_ray, monkeypatch, setting, num
+):
+    threads = Mock(wraps=encode.torch_threads)
+    monkeypatch.setattr(encode, "torch_threads", threads)
+    monkeypatch.setattr(encode, "num_cores", lambda: 7)
+    build_index.index(run_over(empty_store, resources={"torch_threads": setting}))
+    assert {call.args for call in threads.call_args_list} == {(num,)}
 
 
 @pytest.mark.data

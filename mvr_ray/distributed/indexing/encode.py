@@ -84,7 +84,7 @@ def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Re
     gpu = resources.gpus_per_encoder > 0
     threads, own = resources.threads, _encoder_of(task)
     if not gpu and (supports_unpadded_cpu(own.passage_tower.backbone) or own.precision.name in ON_OPENVINO):
-        threads = max(threads, num_cores())  # elsewhere bytes depend on the number of threads
+        threads = resources.torch_threads or num_cores()  # elsewhere bytes depend on the number of threads
     encoder = ChunkEncoder(task, threads, gpu)
     for chunk in chunks:
         yield encoder(tokenize_chunk(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()
