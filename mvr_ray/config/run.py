@@ -261,7 +261,9 @@ class IndexConfig(Section):
     """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
     factory: str | None = None
-    """Faiss factory string, for kind faiss; absent: `index.base.default_factory`."""
+    """Faiss factory string, for kind faiss; absent: 256 lists of 4-bit codes for pairs of components (IVF256,PQ192x4fs
+    for 384), or IVF256,SQ8 where the dimension is odd or `resources.gpus_per_searcher` is above 0. With another one
+    `index` builds the index of every shard anew."""
     nprobe: Count = 64
     """Lists of a Faiss index that a search reads. A version with another number, or another `hnsw_ef_search`, is made
     without building the index again."""
@@ -481,6 +483,9 @@ class ResourcesConfig(Section):
     searchers: Count = 1
     cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
     gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
+    """The share of a GPU on which a searcher on Ray scans (`Index.search` then starts Ray); 0: it scans on the CPU, as
+    stages within `local_passages` and, without an address, `search` and `explain` always do. It also chooses the
+    default of `index.factory`."""
     replicas: Count = 1
     """Searchers that hold each shard: this many times `searchers` run. With two, coverage survives the loss of one."""
     searcher_queue: Count = 64

@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -607,6 +608,12 @@ def open_searchers(
     local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
     task = searcher_task(run, manifest, local=local)
     if local:
+        if resources.gpus_per_searcher and torch.cuda.is_available():
+            log.warning(
+                "index %r is searched in this process, on the CPU beside a GPU: resources.gpus_per_searcher is for "
+                "searchers on Ray (mvr-ray serve, or resources.address; for stages also resources.local_passages=0)",
+                manifest.index,
+            )
         yield LocalSearchers(task, resources.searcher_bytes)
         return
     from mvr_ray.distributed.searching.node_placement import start_searchers

@@ -25,7 +25,7 @@ from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import router
 from mvr_ray.distributed.cluster import session
-from mvr_ray.distributed.router import Router, open_router, searcher_task
+from mvr_ray.distributed.router import Router, open_router, open_searchers, searcher_task
 from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.rendezvous import balance_shards
@@ -93,6 +93,15 @@ def test_an_exact_scan_without_ray_uses_the_cores_that_no_setting_and_no_session
     version = publish_random_index(tmp_path, random_views(5, 3), 2)
     version = dataclasses.replace(version, index_params={**version.index_params, "kind": kind})
     assert searcher_task(run, version, local=is_local).threads == threads
+
+
+@pytest.mark.parametrize(("gpus", "has_gpu"), [(1, True), (1, False), (0, True)])
+def test_a_gpu_that_a_search_in_this_process_leaves_idle_is_told(tmp_path, monkeypatch, caplog, gpus, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "resources": {"gpus_per_searcher": gpus}})
+    with open_searchers(run, publish_random_index(tmp_path, random_views(5, 3), 2), local=True):
+        pass
+    assert ("on the CPU beside a GPU: resources.gpus_per_searcher" in caplog.text) == (gpus and has_gpu)
 
 
 def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
