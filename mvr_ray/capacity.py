@@ -233,7 +233,8 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
     moving_note = "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared"
     refiner_bytes = SEARCHER_BYTES + step_bytes + math.ceil(shards / refiners) * _refined_shard_bytes(run, shard)
     in_memory = PROCESS_BYTES + encode_bytes * (not gpu_encoder)
-    yield PlanLine("memory", "encoder", in_memory, resources.encoders_max, "a worker")
+    note = "a worker" + "; at most: mvr_ray's layers and OpenVINO read smaller blocks of tokens" * (not gpu_encoder)
+    yield PlanLine("memory", "encoder", in_memory, resources.encoders_max, note)
     if building := builder_bytes(run.index, shard.vectors, shard.dimension, on_gpu):
         note = "one shard's; as many run at once as the CPUs and the memory of the nodes allow"
         yield PlanLine("memory", "index builder", PROCESS_BYTES + building, 1, note)

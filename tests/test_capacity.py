@@ -341,6 +341,9 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
     assert set(lines) == {"encoder", "searcher"}
     assert lines["encoder"].count == 3
     assert lines["searcher"].bytes_all > 1_000_000 * 8 * 384 * 2
+    for own, is_bound in ((run, False), (RunConfig(), True)):  # a CPU reads fewer tokens than `index.tokens_per_batch`
+        notes = [line.note for line in plan(own, 1000).lines if (line.kind, line.what) == ("memory", "encoder")]
+        assert ("at most: mvr_ray's layers and OpenVINO" in notes[0]) == is_bound
     thrice = run.model_copy(update={"resources": run.resources.model_copy(update={"replicas": 3})})
     for kind in ("gpu", "memory"):
         one, three = (

@@ -272,7 +272,8 @@ class IndexConfig(Section):
     hnsw_ef_search: Count = 128
     dtype: Literal["fp16", "fp32"] = "fp16"
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
-    """Tokens an encoding batch, padding included."""
+    """Tokens of an encoding batch, padding included, on GPUs and for models that neither mvr_ray's layers (bert,
+    roberta, xlm-roberta) nor OpenVINO run: on a CPU these read blocks of a size of their own."""
     sort_window: Count = 2048
     """Passages of a chunk, the unit of batching and of resuming after a crash."""
     recall_sample: Annotated[int, Field(ge=0)] = 100
@@ -368,7 +369,8 @@ class RetrieveConfig(Section):
     strict_answers: bool = False
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
-    """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers."""
+    """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers.
+    `evaluate.hybrid` and `tune` choose a weight without them."""
     filter: dict[str, Any] | None = None
     """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md), also in `evaluate`,
     `tune` and `analyze`. `refine` learns from all passages, and decides by them."""
@@ -395,7 +397,8 @@ class ReadConfig(Section):
     batch: Count = 16
     """Questions of one unit of work."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
-    """Padded tokens that the model reads at once."""
+    """Padded tokens that the model reads at once, on GPUs and for others than bert, roberta and xlm-roberta: on a CPU
+    these are read in blocks of a fixed size, without padding."""
 
 
 class EvaluateConfig(Section):
@@ -469,10 +472,14 @@ class ResourcesConfig(Section):
     autoscaling: bool = False
     """The cluster adds nodes on demand: needs above its present resources are logged, not refused."""
     encoders_min: Count = 1
+    """Workers of a pool, at least: encoders of passages, rankers (which embed questions), readers or cross-encoders,
+    each with the CPUs and the GPU of an encoder."""
     encoders_max: Count = 2
+    """The same, at most: a pool grows with its work."""
     cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
     gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
-    """The share of a GPU that embeds passages for an encoder (1: a whole one); 0: it embeds them on the CPU."""
+    """The share of a GPU that embeds passages for an encoder (1: a whole one), and that a ranker, a reader and a
+    cross-encoder use; 0: they use the CPU."""
     torch_threads: Count | None = None
     """Threads of one encoder, trainer or searcher process on CPU. null: 1, and without Ray one a core, for exact search
     and refinement by mvr_ray's compiled loops, and for passages by its layers or OpenVINO."""
@@ -494,13 +501,15 @@ class ResourcesConfig(Section):
     """Most bytes of shards in a searcher while the next version is opened beside the live one; 0: the free memory of
     its machine."""
     scrub_bytes_s: Annotated[int, Field(ge=0)] = 16_000_000
-    """Bytes of open shards that a searcher reads again each second, to detect changed files; 0: none."""
+    """Bytes of open shards that a searcher reads again each second, to detect changed files; 0: none, as in stages
+    without Ray."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
     routers and searchers then use TLS, and start only with files that work. Ray's own calls, which serve until they are
     connected and wherever they cannot be, are encrypted only if Ray is (RAY_USE_TLS). Empty: unencrypted."""
     hung_s: Annotated[float, Field(gt=0)] = 60
-    """A searcher that completes no call for this long while a probe query waits for it is killed and restarted."""
+    """In `serve` and in `Index` on Ray, a searcher that completes no call for this long while a probe query waits for
+    it is killed and restarted. Other stages send no probes: a search of theirs waits up to 600 s."""
     refiners: Count = 1
 
     @property
