@@ -152,11 +152,11 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     assert DualEncoder.load(int8_encoder.folder).precision.name == "int8"
     for index in ({"precision": "int8"}, {"precision": "int8", "encoder": int8_encoder.fingerprint}):
         assert resolve_encoder(run_over(empty_store, index=index)) == int8_encoder
-    named = {"encoder": int8_encoder.fingerprint}
-    assert resolve_encoder(run_over(empty_store, index={**named, "precision": "auto"})) == int8_encoder
+    choice = {"encoder": int8_encoder.fingerprint}
+    assert resolve_encoder(run_over(empty_store, index={**choice, "precision": "auto"})) == int8_encoder
     for other in ("fp32", "openvino"):
         with pytest.raises(ConfigError, match=f"{int8_encoder.fingerprint} embeds in int8, .*precision is {other};"):
-            resolve_encoder(run_over(empty_store, index={**named, "precision": other}))
+            resolve_encoder(run_over(empty_store, index={**choice, "precision": other}))
     assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
     tasks = [staging.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
     assert tasks[0].key != tasks[1].key
