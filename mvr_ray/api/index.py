@@ -383,9 +383,10 @@ class Index:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.
 
         They are a file, or texts, tuples (question, answer or answers), and mappings with question, answers and
-        positive_ids. Of a text that `chunk_words` cut, its own id stands for the chunks that hold the answers, or else
-        the first one. Raises DataError, MissingInputError for a positive id that names no passage, and ConfigError for
-        a name that no set can have.
+        positive_ids. The places of the answers in the first of these are found as `prepare` finds them. Of a text that
+        `chunk_words` cut, its own id stands for the chunks that hold the answers, or else the first one. Raises
+        DataError, MissingInputError for a positive id that names no passage, and ConfigError for a name that no set can
+        have.
         """
         return question_stages.store_questions(self.run, questions, name)
 

@@ -175,12 +175,12 @@ def only_with(
 
 
 def carry_to_chunks(corpus: Corpus, questions: Sequence[Question], match: Match) -> list[Question]:
-    """Return questions of a caller with each text's id that the corpus holds in chunks replaced by the chunks that hold
-    the answers by `match`, or else the first one, as `prepare` does."""
-    if not corpus.info.counts.get("chunk_words"):
-        return list(questions)
+    """Return questions of a caller with the places of their answers, and with each text's id that the corpus holds in
+    chunks replaced by the chunks that hold the answers by `match`, or else the first one, as `prepare` does."""
     ids = {name for question in questions for name in question.positive_ids}
-    chunks_of = {name: chunks for name in ids - corpus.get(ids).keys() if (chunks := _chunks_of(corpus, name))}
+    chunks_of = {name: [TextChunk(passage, 0)] for name, passage in corpus.get(ids).items()}
+    if corpus.info.counts.get("chunk_words"):
+        chunks_of |= {name: chunks for name in ids - chunks_of.keys() if (chunks := _chunks_of(corpus, name))}
     return [_over_chunks(question, chunks_of, match) for question in questions]
 
 

@@ -27,7 +27,7 @@ from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.formats.text_folder import text_files
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
+from mvr_ray.store.questions import QUESTION_SCHEMA, carry_to_chunks, only_with, read_questions, write_question_file
 from mvr_ray.store.sampling import draw, hash_rank
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Question
@@ -500,3 +500,24 @@ def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir:
         assert all(text.startswith(answer, start) for answer, start in pairs)
         num_with_answer += bool(pairs)
     assert num_with_answer / len(questions) > 0.99
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("chunk_words", [0, 60])
+def test_questions_of_a_caller_get_the_places_of_their_answers_that_prepare_finds(
+    squad_dev: dict, write: Write, store: Store, chunk_words: int
+):
+    rows, questions = [], []
+    for number, paragraph in enumerate(squad_dev["data"][0]["paragraphs"][:20]):
+        rows.append(passage(number, paragraph["context"]))
+        for one in paragraph["qas"][:3]:
+            answers = [*dict.fromkeys(answer["text"] for answer in one["answers"]), "nowhere in the text"]
+            rows.append(
+                {"id": one["id"], "question": one["question"], "answers": answers, "positive_ids": [f"p{number}"]}
+            )
+            questions.append(Question(one["id"], one["question"], tuple(answers), (f"p{number}",)))
+    prepare(config(write("rows.jsonl", lines(*rows)), chunk_words=chunk_words), store)
+    corpus = only_corpus(store)
+    carried = carry_to_chunks(corpus, questions, "string")
+    assert carried == read_questions(corpus, "q")
+    assert all(max(question.answer_starts[:-1]) >= 0 > question.answer_starts[-1] for question in carried)
