@@ -34,7 +34,7 @@ class TrainConfig(Section):
     absent: the backbone. A reader or cross-encoder starts from the backbone alone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
     """dpr: every passage by its best view. auto: dpr for snippet means and one view, camvr for other snippets, mvr for
-    several other views."""
+    several other views. camvr needs questions with answers in their passages (`answer_views`)."""
     epochs: Annotated[int, Field(ge=0)] = 1
     max_steps: Annotated[int, Field(ge=0)] = 0
     """Stop after this many steps; 0: after the epochs."""

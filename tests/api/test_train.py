@@ -65,6 +65,18 @@ def test_an_own_loss_trains_what_it_computes_and_is_found_again_by_its_source(in
     assert again.fingerprint == other.fingerprint and not steps
 
 
+def test_rows_with_answers_train_by_the_views_of_their_answers_and_readers(index: Index):
+    rows = [{**row, "answers": [f"city {number}"]} for number, row in enumerate(QUESTIONS)]  # not in the best view
+    by_answer, best = (index.train(rows, loss=loss, **STEPS).metrics["loss"] for loss in ("camvr", "mvr"))
+    assert by_answer > best
+    assert index.train(rows, task="reader", **STEPS).num_examples == len(QUESTIONS)
+    rows = [{**row, "answers": []} for row in QUESTIONS]
+    with pytest.raises(
+        ConfigError, match=r"camvr, and scores a positive by the view of its answer, but none of the 12 us"
+    ):
+        index.train(rows, loss="camvr", **STEPS)
+
+
 def with_margin(margin):
     def own_loss(queries_QD, views_PVD, mask_PV, positive_Q, **others):
         scores_QP = losses.pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)

@@ -1,5 +1,6 @@
 """Checks training examples: existing positives, true negatives, and the same sample every time."""
 
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -185,6 +186,35 @@ def test_mined_negatives_of_other_questions_are_refused(corpus, ids):
     cfg = TrainConfig(questions="own", hard_negatives="others", batch_questions=2)
     with pytest.raises(ConfigError, match=r"'others', but it has none of the 2 usable questions .*mine.questions=own"):
         open_examples(corpus, load_punkt(), cfg)
+
+
+@pytest.mark.parametrize(
+    ("settings", "places", "reason"),
+    [
+        ({"loss": "camvr"}, (-1,), "an answer at a known place in its first positive"),
+        ({}, (), "an answer at a known place in its first positive"),
+        ({"loss": "camvr"}, (4,), None),
+        ({"loss": "camvr", "answer_views": "all"}, (), None),
+        ({"loss": "camvr", "answer_share": 0}, (), None),
+        ({"loss": "mvr"}, (), None),
+        ({"loss": "camvr", "questions": None}, (), None),
+    ],
+)
+def test_the_loss_camvr_is_refused_without_an_answer_to_score_by(
+    corpus, ids, tiny_backbone, caplog, settings, places, reason
+):
+    write_questions(corpus, "own", [Question(f"q{at}", "Which?", ("x",), (ids[at],), (), places) for at in range(2)])
+    run = RunConfig.model_validate(
+        {
+            "store": {"path": str(corpus.store.root)},
+            "encoder": {"backbone": str(tiny_backbone), "strategy": "snippets", "num_views": 2},
+            "train": {"questions": "own", "batch_questions": 2, **settings},
+        }
+    )
+    is_refused = reason is not None and "loss" in settings
+    with pytest.raises(ConfigError, match=reason) if is_refused else contextlib.nullcontext():
+        RetrieverLoop.open_job(run)
+    assert ("train.loss is auto, which is camvr here" in caplog.text) == (reason is not None and not is_refused)
 
 
 def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus, ids):

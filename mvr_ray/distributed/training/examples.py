@@ -35,6 +35,8 @@ class Examples(Protocol):
 
     passage_E: IntArray
     article_E: IntArray | None
+    num_answered: int
+    """Examples with an answer at a known place, or, if `train.answer_views` is all, with any answer."""
 
     def __len__(self) -> int: ...
     def get(self, numbers: Sequence[int], epoch: int) -> list[Example]: ...
@@ -74,6 +76,10 @@ class QuestionExamples:
             )
         self.passage_E: IntArray = _numbers(passage.id for _, passage in own_pairs)
         self.article_E = _numbers(passage.title for _, passage in own_pairs) if cfg.siblings else None
+        if cfg.answer_views == "all":
+            self.num_answered = sum(any(map(str.strip, own.answers)) for own in self._questions)
+        else:
+            self.num_answered = sum(max(own.answer_starts, default=-1) >= 0 for own in self._questions)
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -126,6 +132,7 @@ class ClozeExamples:
         self._starts = np.cumsum([0, *(part.num_passages for part in corpus.info.parts)])
         self.passage_E: IntArray = np.arange(int(self._starts[-1]), dtype=np.int64)
         self.article_E = _numbers(passage.title for passage in corpus) if cfg.siblings else None
+        self.num_answered = len(self.passage_E)  # the place of the sentence
 
     def __len__(self) -> int:
         return len(self.passage_E)

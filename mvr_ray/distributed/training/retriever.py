@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RunConfig, TrainConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import TITLE, Span, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, TokenizedPassage
@@ -34,7 +34,7 @@ from mvr_ray.core.learning.training import (
 )
 from mvr_ray.distributed.encoders import encoder_spec, make_encoder, open_encoder, starting_snapshot
 from mvr_ray.distributed.training.checkpoints import EpochSums
-from mvr_ray.distributed.training.examples import open_dev, open_examples
+from mvr_ray.distributed.training.examples import Examples, open_dev, open_examples
 from mvr_ray.distributed.training.steps import OwnLoss, StepLoop, TrainingJob, training_job
 from mvr_ray.errors import ConfigError, EncoderError
 from mvr_ray.store.corpus import Corpus
@@ -93,6 +93,22 @@ def loss_name(run: RunConfig, model: DualEncoder) -> str:
     return run.train.loss
 
 
+def require_answers(cfg: TrainConfig, examples: Examples) -> None:
+    """Raise ConfigError if `train.loss` is camvr and no example has an answer for it; warn if auto chose it."""
+    if examples.num_answered or not cfg.answer_share:
+        return
+    by_text = cfg.answer_views == "all"
+    message = (
+        f"train.loss is {cfg.loss}{'' if cfg.loss == 'camvr' else ', which is camvr here'}, and scores a positive by "
+        f"the view of its answer, but none of the {len(examples)} usable questions of {cfg.questions!r} has an answer"
+        f"{'' if by_text else ' at a known place in its first positive'}, so that the loss is mvr; give answers that "
+        f"stand there{'' if by_text else ', or for patterns train.answer_views=all'}, or set train.loss=mvr"
+    )
+    if cfg.loss == "camvr":
+        raise ConfigError(message)
+    log.warning(message)
+
+
 def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
     """The encoder before training: that of `train.init_from`, or one made from the backbone."""
     start = run.train.init_from
@@ -125,8 +141,10 @@ class RetrieverLoop(StepLoop):
             )
         corpus = Corpus.open(Store(run.store.path), run.prepare.corpus, corpus_digest)
         model = starting_encoder(run, corpus)
-        loss_name(run, model)
+        name = loss_name(run, model)
         data = open_examples(corpus, model.splitter, run.train), open_dev(corpus, run.train)
+        if name == "camvr" and not loss:
+            require_answers(run.train, data[0])
         return training_job(run, run.encoder.name, corpus, model, data, [run.digest("encoder", "train")], loss)
 
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
