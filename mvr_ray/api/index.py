@@ -351,9 +351,10 @@ class Index:
         progress: Progress | bool | None = None,
         **settings: Any,
     ) -> "TrainedModel":
-        """Train an encoder on questions with positive ids, or without any on sentences of the live version's passages,
-        and store it as the newest of its name. `reindex` then indexes the passages with it, and so does `Index.build`
-        without `model`, with the settings of the first build.
+        """Train an encoder on questions with positive ids, without any on those of the run file's `train.questions`, or
+        if it has none on sentences of the live version's passages, and store it as the newest of its name. `reindex`
+        then indexes the passages with it, and so does `Index.build` without `model`, with the settings of the first
+        build.
 
             index.train(questions, dev=dev_questions, epochs=3, lr=2e-5)
             index.train("train", hard_negatives="train_mined", loss=my_loss)

@@ -233,7 +233,7 @@ class IndexConfig(Section):
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained if there is one, else that of the live version where another program
     made its vectors, else untrained. A trained one has the settings of its training: the encoder section may leave them
-    out, and none that differs is accepted."""
+    out, and auto and trained accept none that differs and changes vectors. With a fingerprint, none is compared."""
     vectors: str | None = Field(default=None, exclude_if=lambda path: path is None)
     """A Parquet file, or an `s3://` or `gs://` address of one, with vectors of passages that another program made:
     passage_id, view (from 0) and vector. They are indexed as they are, and no text is encoded. `encoder.name` stands

@@ -31,13 +31,14 @@ class TrainConfig(Section):
     """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
     init_from: Name | None = None
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
-    absent: the backbone. A reader or cross-encoder starts from the backbone alone."""
+    absent: the backbone. Settings of the encoder section that differ from its own are refused. A reader or
+    cross-encoder starts from the backbone alone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
     """dpr: every passage by its best view. auto: dpr for snippet means and one view, camvr for other snippets, mvr for
     several other views. camvr needs questions with answers in their passages (`answer_views`)."""
     epochs: Annotated[int, Field(ge=0)] = 1
     max_steps: Annotated[int, Field(ge=0)] = 0
-    """Stop after this many steps; 0: after the epochs."""
+    """At most so many steps of the epochs (the warm start's not counted); 0: all of them."""
     batch_questions: Annotated[int, Field(ge=2)] = 32
     """Questions a step over all workers; a multiple of their number."""
     questions_per_passage: Count = 1

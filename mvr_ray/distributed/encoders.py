@@ -217,7 +217,7 @@ def _require_settings(run: RunConfig, store: Store, fingerprint: str) -> None:
     name, section = run.encoder.name, run.encoder
     spec = _description(store, name, fingerprint)["spec"]
     old = EncoderSpec(**{field.name: spec[field.name] for field in fields(EncoderSpec) if field.name in spec})
-    new_settings, old_settings = encoder_spec(run).settings(), old.settings()
+    new_settings, old_settings = encoder_spec(run).stored_settings(), old.stored_settings()
     differences = {
         key: getattr(old, key)
         for key in sorted(section.model_fields_set & (new_settings.keys() | old_settings.keys()))

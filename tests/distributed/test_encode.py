@@ -90,13 +90,14 @@ def test_a_trained_encoder_with_other_settings_than_the_section_sets_is_refused(
         return resolve_encoder(RunConfig.model_validate(plain))
 
     assert choose(index) == choose(index, backbone=backbone, num_views=4, query_prompt="q: ") == snapshot
-    assert choose(index, max_passage_tokens=None, viewer_position="own", seed=5) == snapshot
+    assert choose(index, max_passage_tokens=None, viewer_position="own", seed=5, score_scale=1) == snapshot
     assert choose({"encoder": snapshot.fingerprint}, num_views=2) == snapshot
     for settings, old_values, new_values in [
         ({"num_views": 2}, "num_views 4", "num_views 2"),
         ({"strategy": "mean"}, "strategy 'snippet_means'", "strategy 'mean'"),
         ({"overlap_tokens": 8, "query_prompt": ""}, "overlap_tokens 0, query_prompt 'q: '", "overlap_tokens 8, query_"),
         ({"backbone": "other/model"}, "backbone '/elsewhere", "backbone 'other/model'"),
+        ({"tied": False, "sentences": "corpus"}, "sentences 'packaged', tied True", "sentences 'corpus', tied False"),
     ]:
         for choice in ("auto", "trained"):
             message = f"was trained with {old_values}.*has {new_values}.*index.encoder=untrained"

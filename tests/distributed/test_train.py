@@ -598,6 +598,7 @@ def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
     ("encoder", "train", "steps"),
     [
         ({"strategy": "viewers"}, {}, 30),
+        ({"strategy": "viewers", "readout": "snippet_mean"}, {}, 30),
         ({"strategy": "snippets", "empty_snippets": "kept"}, {}, 30),
         ({"strategy": "snippets", "readout": "snippet_mean"}, {}, 0),
         ({"strategy": "snippet_means"}, {}, 0),
@@ -719,8 +720,10 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
     of_another_name = train(run_of(store_path, {**settings, "init_from": "chain"}, {"name": "other", **QUICK}))
     third = {**settings, "init_from": second.fingerprint}
     assert of_another_name.fingerprint == train(run_of(store_path, third, {"name": "chain", **QUICK})).fingerprint
-    with pytest.raises(EncoderError, match="num_views"):
-        train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
+    for name, value, own in [("num_views", 4, 2), ("score_scale", 1, 20.0), ("tied", False, True)]:
+        other = run_of(store_path, {**settings, "init_from": "chain"}, {"name": "chain", **QUICK, name: value})
+        with pytest.raises(EncoderError, match=rf"init_from chain has {name} {own}, but .* section has {name} {value}"):
+            train(other)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://", "s3://"])

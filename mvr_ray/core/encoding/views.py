@@ -121,6 +121,11 @@ class EncoderSpec:
         return self.strategy in ("viewers", "snippets")
 
     @property
+    def reads_viewers(self) -> bool:
+        """Whether a view is the state of a viewer."""
+        return self.strategy == "viewers" or (self.strategy, self.readout) == ("snippets", "viewer")
+
+    @property
     def has_snippets(self) -> bool:
         """Whether a view represents a piece of the text."""
         return self.strategy in ("snippets", "snippet_means") or self.has_pieces
@@ -175,6 +180,11 @@ class EncoderSpec:
         settings |= {name: True for name in ("title_view", "whole_view") if getattr(self, name)}
         later = ("query_prompt", "passage_prompt", "overlap_tokens", "truncate_dim")
         return settings | {name: value for name in later if (value := getattr(self, name))}
+
+    def stored_settings(self) -> dict[str, str | int | bool | None]:
+        """Return `settings`, and those that are in the files of a stored encoder: its towers and its sentences."""
+        sentences = {"sentences": self.sentences} if self.needs_sentences else {}
+        return {**self.settings(), "tied": self.tied, **sentences}
 
 
 class TokenizedPassage(NamedTuple):

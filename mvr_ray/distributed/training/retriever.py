@@ -8,6 +8,7 @@ Shapes: Q questions, P passages, V views, D dimension; W ranks.
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -73,8 +74,7 @@ def warm_start_steps(run: RunConfig, model: DualEncoder) -> int:
     """The steps of the warm start: as configured, else those of viewers that no training has seen."""
     if run.train.warm_start_steps is not None:
         return run.train.warm_start_steps
-    by_viewers = model.spec.has_viewers and model.spec.readout == "viewer"
-    return WARM_START_STEPS if by_viewers and run.train.init_from is None else 0
+    return WARM_START_STEPS if model.spec.reads_viewers and run.train.init_from is None else 0
 
 
 def loss_name(run: RunConfig, model: DualEncoder) -> str:
@@ -117,12 +117,15 @@ def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
     snapshot = starting_snapshot(run, start)
     encoder = open_encoder(corpus.store, snapshot.name, snapshot.fingerprint, only_embeds=False)
     spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
-    expected, actual = spec.settings(), encoder.spec.settings()
-    if expected != actual:
-        differing = sorted(set(expected.items()) ^ set(actual.items()))
+    unset = {"tied", "sentences", "score_scale"} - run.encoder.model_fields_set
+    spec = replace(spec, **{name: getattr(encoder.spec, name) for name in unset})
+    expected, actual = ({**own.stored_settings(), "score_scale": own.score_scale} for own in (spec, encoder.spec))
+    differing = {*expected.items()} ^ {*actual.items()}
+    if names := sorted({name for name, _ in differing if getattr(spec, name) != getattr(encoder.spec, name)}):
+        old, new = (", ".join(f"{name} {getattr(own, name)!r}" for name in names) for own in (encoder.spec, spec))
         raise EncoderError(
-            f"train.init_from {start} was made with other settings than the encoder section asks for: "
-            f"{', '.join(dict(differing))}; make them equal, or start from the backbone"
+            f"train.init_from {start} has {old}, but the encoder section has {new}; make them equal, or start from the "
+            f"backbone"
         )
     return encoder.to_precision("fp32")
 
