@@ -65,7 +65,7 @@ def _source_of(path: str, verb: str, other_cure: str) -> dict[str, Any]:
             f"passages {verb} {path!r:.80}, and no file or folder of this name can be read (working folder: "
             f"{Path.cwd()}); correct the path, or {other_cure}"
         )
-    return {"path": path, **({"split": "train"} if path.startswith("hf:") else {})}
+    return {"path": path}
 
 
 def _is_path(passage: Any) -> bool:

@@ -131,9 +131,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
 def sample_source(path: str) -> SourceSample:
     """Read the first rows of a source."""
     source = SourceConfig(path=path, questions="questions")
-    split = None
-    if path.startswith("hf:"):
-        source, split = source.model_copy(update={"split": "train"}), "train"
+    split = source.split if path.startswith("hf:") else None
     files = source_files(source)
     kind = format_of(source)
     if kind in ("csv", "tsv", "jsonl", "parquet", "text"):

@@ -9,7 +9,7 @@ relative to the working directory, or `package:NAME/path` for a file inside an i
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -91,7 +91,8 @@ class SourceConfig(Section):
     fields: SourceFields = Field(default_factory=SourceFields)
     """Names of the source's own fields, for jsonl, csv, tsv, parquet and huggingface: `{id: _id, text: body}`."""
     split: str = "test"
-    """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set."""
+    """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set; for `hf:` the default is
+    `train`."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
     those whose first positive is among them, without other positives that are not. A question of another source goes
@@ -100,7 +101,9 @@ class SourceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_path(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
+        source = {"path": value} if isinstance(value, str) else value
+        is_of_hub = isinstance(source, Mapping) and str(source.get("path")).startswith("hf:")
+        return {"split": "train", **source} if is_of_hub else source
 
 
 class SplitConfig(Section):
