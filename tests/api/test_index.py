@@ -234,8 +234,8 @@ def test_files_are_given_by_paths_or_by_an_entry_of_sources(tmp_path: Path, monk
     assert sources_of(names) == sources_of([Path(name) for name in names]) == [{"path": name} for name in names]
     assert sources_of([*names, "a text"]) is None and sources_of(["a\0", "x" * 9999]) is None
     assert sources_of({"path": Path("a.jsonl"), "fields": fields}) == [{"path": "a.jsonl", "fields": fields}]
-    for given in ("hf:owner/name", {"path": "hf:owner/name"}):
-        [source] = PrepareConfig.model_validate({"sources": sources_of(given)}).sources
+    for passages in ("hf:owner/name", {"path": "hf:owner/name"}):
+        [source] = PrepareConfig.model_validate({"sources": sources_of(passages)}).sources
         assert source == SourceConfig.model_validate("hf:owner/name") == SourceConfig(path=source.path, split="train")
     assert SourceConfig(path="hf:owner/name", split="test").split == SourceConfig(path="folder").split == "test"
     [bad] = passage_records(iter([Path("a.jsonl")]))
