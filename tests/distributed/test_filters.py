@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_index import D, Views, brute_force, publish_random_index, random_views
+from waiting import until
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.deadline import Deadline
@@ -35,6 +36,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Answer
 
 FIELDS = {"year": "int", "tags": "strings"}
 Rows = dict[str, dict]
@@ -78,8 +80,13 @@ def local(root: Path, version: Manifest) -> Router:
 
 
 def assert_brute_force(router: Router, views: Views, rows: Rows, queries_QD: np.ndarray, k: int) -> None:
-    for condition, passes in FILTERS:
-        answer = router.search(queries_QD, k, filter=condition)
+    answers = [router.search(queries_QD, k, filter=condition) for condition, _ in FILTERS]
+    assert_answers(answers, views, rows, queries_QD, k)
+
+
+def assert_answers(answers: list[Answer], views: Views, rows: Rows, queries_QD: np.ndarray, k: int) -> None:
+    """`answers`: one for each of FILTERS."""
+    for (_, passes), answer in zip(FILTERS, answers, strict=True):
         there = {name: own for name, own in views.items() if passes(rows[name])}
         for query_D, hits in zip(queries_QD, answer.hits):
             assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, k)
@@ -123,10 +130,15 @@ def test_searches_under_other_filters_are_not_asked_together(tmp_path):
     version = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, rows, 2))
     plain = local(tmp_path, version)
     batcher = DynamicBatcher(plain.fleet, concurrent_calls=0)
-    together = Router(plain.store, version, batcher, timeout_s=8)  # the first search waits a quarter of it
+    together = Router(plain.store, version, batcher, timeout_s=300)
     queries_QD = np.ones((2, D), np.float32)
-    assert_brute_force(together, views, rows, queries_QD, 7)
-    assert batcher.searches == batcher.calls >= len(FILTERS)
+    with ThreadPoolExecutor(len(FILTERS)) as threads:
+        futures = [threads.submit(together.search, queries_QD, 7, filter=condition) for condition, _ in FILTERS]
+        until(lambda: len(batcher._queue) == len(FILTERS))
+        batcher.concurrent_calls = 1
+        batcher._send_next()
+        assert_answers([future.result(60) for future in futures], views, rows, queries_QD, 7)
+    assert batcher.searches == batcher.calls == len(FILTERS)
 
 
 def test_a_filter_that_does_not_fit_is_refused_before_a_search_is_sent(tmp_path, monkeypatch):
