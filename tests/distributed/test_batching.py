@@ -26,18 +26,20 @@ LONG_S = 300.0
 
 
 class GatedFleet:
-    """A fleet in this process that counts its calls, holds them at a gate, and may raise an error."""
+    """A fleet in this process that records its calls, holds them at a gate, and may raise an error."""
 
     def __init__(self, fleet, first_parts: int = 0) -> None:
         self.fleet = fleet
         self.gate = threading.Event()
         self.at_gate = threading.Semaphore(0)
         self.sizes: list[int] = []
+        self.deadlines: list[Deadline] = []
         self.first_parts = first_parts
         self.error: Exception | None = None
 
     def fan_out(self, request, deadline, admit=False, on_partial=None) -> ShardResults:
         self.sizes.append(len(request.queries_QD))
+        self.deadlines.append(deadline)
         answer = self.fleet.fan_out(request, deadline)
         if on_partial:
             for one in answer.results[: self.first_parts]:
@@ -99,9 +101,11 @@ def test_answers_of_batched_searches_are_those_of_single_searches(index, searche
         gated_fleet.gate.set()
         answers = [one.result() for one in waiting]
         assert all(one.result().exact.certified for one in first)
+    single = route(index, lambda fleet: fleet)
     for (queries_QD, k), answer in zip(cases, answers):
         assert is_true(queries_QD, answer.hits, k)
         assert answer.exact.certified and answer.coverage_share == 1.0
+        assert answer.exact.rescored == single.search(queries_QD, k).exact.rescored
     assert max(gated_fleet.sizes) <= max(max_queries, max(len(queries_QD) for queries_QD, _ in cases))
     assert batcher.searches == len(small) + concurrent_calls
     for k in (3, K):
@@ -146,6 +150,7 @@ def test_a_search_past_its_deadline_gets_partial_results_and_the_others_wait_on(
         gated_fleet.gate.set()
         assert is_true(queries(2, 1), patient.result().hits, K)
         assert is_true(queries(1, 1), first.result().hits, K)
+    assert gated_fleet.deadlines[1].left_s > 2.0, "the call of a batch has the time of its latest deadline"
 
 
 def test_a_search_queued_behind_a_hung_call_is_sent_before_its_deadline(index):
