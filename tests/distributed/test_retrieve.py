@@ -6,8 +6,8 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.refine import refine
-from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
+from mvr_ray.distributed.retrieve import TRIES, QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
 from mvr_ray.errors import ConfigError, CoverageError, DataError, MissingInputError, ShardIndexError
@@ -364,6 +364,25 @@ class LosesOnce:
         return ShardResults([answer for answer in results if answer.shard != 1], [ShardFailure((1,), "died")])
 
 
+class LosesForever(LosesOnce):
+    """A fleet in which shard 1 stays away."""
+
+    def ready(self, manifest) -> None:
+        self.waited += 1
+
+
+def lossy_opener(kind: type[LosesOnce], fleets: list[LosesOnce]) -> Callable[..., AbstractContextManager[Router]]:
+    """`open_router` with fleets of a kind, which go to `fleets`."""
+
+    @contextmanager
+    def open_lossy(run: RunConfig, version: int) -> Iterator[Router]:
+        with open_router(run, version, local=True) as router:
+            fleets.append(kind(router.fleet))
+            yield Router(router.store, router.manifest, fleets[-1])
+
+    return open_lossy
+
+
 def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, run_over, expected):
     with open_router(run_over(small_index), local=True) as router:
         fleet = LosesOnce(router.fleet)
@@ -382,16 +401,27 @@ def test_mining_waits_for_a_searcher_that_died_and_loses_nothing(own_index, run_
     report = mine.mine(run)
     before = read_questions(only_corpus(Store(str(own_index))), run.mine.output)
     fleets: list[LosesOnce] = []
-
-    @contextmanager
-    def open_lossy(run: RunConfig, version: int) -> Iterator[Router]:
-        with open_router(run, version, local=True) as router:
-            fleets.append(LosesOnce(router.fleet))
-            yield Router(router.store, router.manifest, fleets[0])
-
-    monkeypatch.setattr(mine, "open_router", open_lossy)
+    monkeypatch.setattr(mine, "open_router", lossy_opener(LosesOnce, fleets))
     assert mine.mine(run) == report and fleets[0].waited == 1
     assert read_questions(only_corpus(Store(str(own_index))), run.mine.output) == before
+
+
+@without_ray
+def test_no_stage_takes_a_ranking_without_a_shard_that_stays_away(own_index, run_over, monkeypatch, tmp_path):
+    fleets: list[LosesOnce] = []
+    mining = {"method": "index", "questions": "dev", "rank_to": 8, "num_negatives": 3}
+    run, output = run_over(own_index, mine=mining, retrieve={"batch": 40}), tmp_path / "ranking.jsonl"
+    stages = {
+        "retrieve": lambda: retrieve(run, "dev", output, "jsonl"),
+        "evaluate": lambda: evaluate(run),
+        "mine": lambda: mine.mine(run),
+    }
+    for name, stage in stages.items():
+        monkeypatch.setattr(f"mvr_ray.distributed.{name}.open_router", lossy_opener(LosesForever, fleets))
+        with pytest.raises(CoverageError, match=r"1 \(died\)"):
+            stage()
+    assert [fleet.waited for fleet in fleets] == [TRIES - 1] * len(stages)
+    assert not output.exists() and corpus.question_sets(only_corpus(Store(str(own_index)))) == ["dev"]
 
 
 @without_ray
