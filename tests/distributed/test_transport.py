@@ -181,10 +181,11 @@ def test_messages_are_decoded_as_they_were_encoded(data):
     num_queries, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
     queries_QD = rng.normal(size=(num_queries, D)).astype(np.float32)
     hybrid = HybridQueries(tuple(data.draw(st.lists(st.text(), max_size=3))), data.draw(st.floats(0, 99)))
-    request = ScanRequest(
-        queries_QD, k, tuple(range(data.draw(st.integers(0, 3)))), 7, data.draw(st.sampled_from([None, hybrid]))
-    )
-    np.testing.assert_equal(decode_scan(encode_scan(request)), request)
+    shards, condition = tuple(range(data.draw(st.integers(0, 3)))), data.draw(st.sampled_from(["", '{"year": 1}']))
+    request = ScanRequest(queries_QD, k, shards, 7, condition, data.draw(st.sampled_from([None, hybrid])))
+    other_queries_QD, *settings = decode_scan(encode_scan(request))
+    np.testing.assert_array_equal(other_queries_QD, queries_QD, strict=True)
+    assert settings == list(request[1:])
     results = []
     for shard in request.shards:
         width = data.draw(st.integers(0, k)) if num_queries else 0
