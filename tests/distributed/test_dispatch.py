@@ -170,7 +170,8 @@ def test_a_second_call_waits_for_all_but_the_slowest_twentieth(seconds):
     after_s = latencies.hedge_after_s()
     assert after_s >= MIN_DELAY_S
     assert sum(one > after_s for one in seconds) <= 0.05 * len(seconds)
-    assert after_s <= max(MIN_DELAY_S, *seconds)
+    if after_s > MIN_DELAY_S:
+        assert sum(one >= after_s for one in seconds) >= 0.05 * len(seconds) - 1
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_searchers_that_run_on_a_node_take_its_capacity_first(sizes, nodes):
     assert assign_nodes(sizes, tight, 1, before) == before
 
 
+def test_a_node_gets_searchers_in_proportion_to_its_memory():
+    nodes = {"small": NodeCapacity(400, 1), "large": NodeCapacity(400, 7)}
+    count = Counter(node for own in assign_nodes(dict.fromkeys(range(400), 1), nodes, 1).values() for node in own)
+    assert 300 < count["large"] < 400
+
+
 def test_without_nodes_everything_is_left_to_ray():
     assert assign_nodes({0: 5, 1: 7}, {}, 2) == {0: (), 1: ()}
 

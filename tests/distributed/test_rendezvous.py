@@ -136,6 +136,11 @@ def test_fair_shares_sum_to_all_copies_and_none_is_over_all_shards_once(total, w
         assert shares[one] * weights[other] == pytest.approx(shares[other] * weights[one])
 
 
+def test_a_bound_is_a_share_with_slack_and_the_largest_shard():
+    limits = bounds({0: 5, 1: 9, 2: 4}, {"a": 1.0, "b": 3.0}, 1, 0.25)
+    assert limits == pytest.approx({"a": 1.25 * 18 / 4 + 9, "b": 1.25 * 54 / 4 + 9})
+
+
 @given(st.integers(0, 2**20))
 def test_moves_lead_from_one_placement_to_the_other(seed):
     rng = random.Random(seed)
