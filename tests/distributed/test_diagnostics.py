@@ -109,7 +109,6 @@ def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact
     never = RecallMonitor(exact, recalls.put, every=1)
     never.note(QUERIES_QD.tolist(), K, live_search(exact, QUERIES_QD, K))
     assert not never._busy and recalls.qsize() == 3
-    assert live.searchers.counts() == FleetCounts()
     recall_monitor.close()
     never.close()
 

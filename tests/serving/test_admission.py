@@ -52,6 +52,10 @@ def test_a_retry_hint_is_the_expected_wait_in_whole_seconds_up_to_a_minute(wait_
     assert to_request_error(OverloadedError("full", wait_s)).headers == {"retry-after": str(hint)}
 
 
+def test_a_retry_hint_of_a_long_wait_is_a_minute() -> None:
+    assert [retry_seconds(wait_s) for wait_s in (0, 0.2, 60, 61, 1e9)] == [1, 1, 60, 60, 60]
+
+
 def test_what_cannot_be_answered_now_has_a_retry_hint() -> None:
     error = to_request_error(CoverageError("1 of 2 shards did not answer"))
     assert (error.status, error.code, error.headers) == (503, "not_covered", {"retry-after": "1"})

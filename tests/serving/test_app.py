@@ -91,6 +91,11 @@ def test_a_wrong_request_is_refused_with_code_field_message_and_hint(body, code,
     assert error["hint"]
 
 
+def test_a_request_at_all_its_limits_is_answered() -> None:
+    body = {"queries": ["nile" * 10] * 2, "k": 20}
+    assert call(app(max_k=20, max_batch=2, max_query_chars=40), "POST", "/v1/search", body).status == 200
+
+
 def test_what_is_no_json_is_refused() -> None:
     reply = call(app(), "POST", "/v1/search", raw=b"{queries: 1")
     assert (reply.status, reply.body["error"]["code"]) == (422, "not_json")

@@ -28,6 +28,16 @@ def test_one_query_of_every_so_many_is_measured_however_many_come_at_once() -> N
     assert samples == [f"nile {number}" for number in (4, 9, 14, 19)]
 
 
+def test_an_answer_of_less_than_every_passage_is_not_measured() -> None:
+    index, samples = InMemoryIndex(missing=1, exact=Exactness(False, "hnsw", 1, 0, 0.5)), []
+    monitor = RecallMonitor(SimpleNamespace(), print, every=1)
+    monitor._measure = lambda *arguments: samples.append(arguments)
+    monitor.note(["nile"], 1, index.search(index.embed(["nile"]), 1, min_coverage=0))
+    monitor._thread.submit(int).result(20)
+    monitor.close()
+    assert samples == []
+
+
 def test_queries_that_are_answered_during_or_after_the_close_are_not_measured() -> None:
     index, recalls = InMemoryIndex(exact=Exactness(False, "hnsw", 1, 0, 0.5)), []
     start = threading.Event()
