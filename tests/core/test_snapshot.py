@@ -137,6 +137,9 @@ def test_the_fingerprint_changes_with_all_that_changes_an_embedding_and_nothing_
         name(replace(viewers, viewer_init="cls")),
         name(replace(snippets, readout="snippet_mean")),
         name(replace(snippets, title_view=True)),
+        name(replace(snippets, empty_snippets="kept")),
+        name(replace(SPEC, whole_view=True)),
+        name(replace(SPEC, overlap_tokens=8)),
     ]
     assert len(set(different)) == len(different)
     same = [
@@ -162,12 +165,29 @@ def test_a_snapshot_from_before_the_title_view_has_none_and_keeps_its_fingerprin
         DualEncoder.load(snapshot)
 
 
-def test_the_fingerprint_changes_with_one_weight(snapshot):
-    encoder = DualEncoder.load(snapshot)
-    before = encoder.fingerprint
-    with torch.no_grad():
-        next(encoder.parameters())[0, 0] += 1e-6
-    assert encoder.fingerprint != before
+def test_the_fingerprint_changes_with_one_weight_of_either_tower(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, tied=False))
+    for tower in (encoder.question_tower, encoder.passage_tower):
+        before = encoder.fingerprint
+        with torch.no_grad():
+            next(tower.parameters())[0, 0] += 1e-6
+        assert encoder.fingerprint != before
+
+
+@pytest.mark.parametrize("only_embeds", [False, True])
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer.json", "normalizer", {"type": "NFC"}),
+        ("config.json", "num_attention_heads", 4),
+        ("config.json", "layer_norm_eps", 0.1),
+    ],
+)
+def test_the_fingerprint_changes_with_the_tokenizer_and_the_architecture(snapshot, file, key, value, only_embeds):
+    path = snapshot / "shared" / file
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), key: value}), encoding="utf-8")
+    with pytest.raises(FingerprintError, match="its files have changed"):
+        DualEncoder.load(snapshot, only_embeds)
 
 
 def test_changed_files_are_told_by_both_fingerprints(snapshot):
