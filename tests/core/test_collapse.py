@@ -74,6 +74,24 @@ def test_a_passage_alone_is_collapsed_by_its_cosine_only():
     assert (alike.lv, alike.collapsed) == (None, True)
 
 
+@pytest.mark.parametrize(("cosine", "is_collapsed"), [(0.995, False), (0.9985, False), (0.9995, True)])
+def test_views_collapse_above_a_mean_pair_cosine_of_0_999(cosine, is_collapsed):
+    views_VD = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
+    report = collapse_report(views_VD[None], np.ones((1, 2), bool))
+    assert report.mean_pair_cosine == pytest.approx(cosine)
+    assert report.collapsed == is_collapsed
+
+
+@pytest.mark.parametrize(("angle", "is_collapsed"), [(0.0, True), (6e-4, True), (8e-4, False)])
+def test_views_far_apart_collapse_where_local_variation_is_below_0_001(angle, is_collapsed):
+    """The views of a passage are perpendicular, and an angle away from those of the other passage."""
+    cos, sin = np.cos(angle), np.sin(angle)
+    report = collapse_report(np.array([[[1, 0], [0, 1]], [[cos, sin], [-sin, cos]]]), np.ones((2, 2), bool))
+    assert report.mean_pair_cosine < 0.01
+    assert report.lv == pytest.approx(np.sqrt(2) * sin, abs=1e-9)
+    assert report.collapsed == is_collapsed
+
+
 def test_local_variation_is_of_the_next_passages_mean_view_as_the_query():
     rng = np.random.default_rng(1)
     vectors, mask = rng.normal(size=(4, 3, 5)).astype(np.float32), np.ones((4, 3), bool)
