@@ -135,6 +135,31 @@ def test_a_thorough_index_finds_nearly_everything(params, recall, shard, queries
     assert measured_recall(flat, flat, queries(4, 30), 10) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("params", "setting", "few", "many"),
+    [
+        (IndexParams("hnsw", hnsw_m=2), "hnsw_ef_search", 1, 200),
+        (IndexParams("faiss", "HNSW4"), "hnsw_ef_search", 1, 200),
+        (IndexParams("hnsw", hnsw_ef_search=1), "hnsw_m", 2, 16),
+        (IndexParams("hnsw", hnsw_m=4, hnsw_ef_search=1), "hnsw_ef_construction", 1, 200),
+        (IndexParams("faiss", "HNSW8", hnsw_ef_search=1), "hnsw_ef_construction", 1, 200),
+    ],
+    ids=lambda value: value.kind if isinstance(value, IndexParams) else str(value),
+)
+def test_a_graph_with_more_links_or_a_wider_beam_finds_more(params, setting, few, many, shard, queries, tmp_path):
+    blocks, queries_QD = shard(3, 500, 1, gaps=False), queries(3, 40)
+    best_Q1 = open_index(IndexParams(), blocks, tmp_path).search(queries_QD, 1).rows_QK
+    num_nearest, num_hits = [], []
+    for value in (few, many):
+        own = dataclasses.replace(params, **{setting: value})
+        build_index(own, blocks, tmp_path)
+        index = open_index(own, blocks, tmp_path)
+        num_nearest.append(np.count_nonzero(index.nearest(queries_QD, 1) == best_Q1))
+        num_hits.append(np.count_nonzero(index.search(queries_QD, 1).rows_QK == best_Q1))
+    assert num_nearest[0] < num_nearest[1]
+    assert num_hits[0] < num_hits[1]
+
+
 def test_recall_is_the_share_of_the_best_passages_found(built_index, shard, queries, oracle, tmp_path):
     blocks, index = built_index
     queries_QD = queries(5, 8)
