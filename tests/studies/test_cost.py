@@ -32,6 +32,15 @@ def test_a_passage_scores_by_the_best_token_for_every_token_of_the_question_what
     torch.testing.assert_close(norms, passages.real_PT.float(), atol=1e-5, rtol=0)
 
 
+def test_padding_does_not_win_where_every_token_scores_below_zero():
+    states = torch.rand(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    real = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    scores_QP = late_interaction(states, torch.ones_like(real), TokenStates(-states * real[..., None], real))
+    alone_Q1 = late_interaction(states, torch.ones_like(real), TokenStates(-states[1:, :3], real[1:, :3]))
+    assert (scores_QP < 0).all()
+    torch.testing.assert_close(scores_QP[:, 1:], alone_Q1)
+
+
 def test_centroids_are_where_k_means_stands_still_or_nearer_to_the_tokens_than_it_began():
     rng = np.random.default_rng(0)
     states = torch.from_numpy(rng.normal(size=(2, 12, 4)))
