@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
@@ -528,6 +529,17 @@ def test_the_digest_of_a_file_that_is_asked_for_again_and_again_outlasts_those_o
     assert reads.count("asked") == 1 and len(reads) == 21
 
 
-def test_the_first_bytes_of_a_file_are_read_alone(store: Store):
+def test_the_first_bytes_of_a_file_are_all_there_are_of_a_short_one(store: Store):
     store.write_bytes("file", b"0123456789")
     assert [store.read_bytes("file", size) for size in (1, 4, 10, 1 << 16)] == [b"0", b"0123", *[b"0123456789"] * 2]
+
+
+@pytest.mark.parametrize("store", ["folder", "s3"], indirect=True)
+def test_the_first_bytes_of_a_large_file_are_read_alone(store: Store):
+    store.write_bytes("large", bytes(1 << 22))
+    tracemalloc.start()
+    first_bytes = store.read_bytes("large", 10)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert first_bytes == bytes(10)
+    assert peak_bytes < 1 << 20

@@ -152,6 +152,25 @@ def test_refined_queries_are_verified_with_the_version(store: Store, entry: Shar
         manifest.verify(store, version).require()
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_words_are_verified_with_the_version(tmp_path: Path, at: int):
+    """The statistics of all shards, the words of a shard, and those of its changes."""
+    store = Store(tmp_path / "store")
+    words = words_of(store, tmp_path, 3)
+    draft = describe([make_shard(store, tmp_path / "made", b"content")])
+    draft = dataclasses.replace(draft, lexical=LexicalPart(words[:1], (words[1:],)))
+    path = manifest.lexical_path("i", words[at])
+    content = store.read_bytes(path)
+    store.delete(path)
+    with pytest.raises(ManifestError, match=f"1 of 5 files missing .*{path}"):
+        manifest.publish(store, draft)
+    store.write_bytes(path, content)
+    version = manifest.publish(store, draft)
+    assert manifest.verify(store, version).problems == []
+    store.write_bytes(path, content.upper())
+    assert [problem.path for problem in manifest.verify(store, version).problems] == [path]
+
+
 def test_versions_in_an_object_store_are_read_several_at_once(store: Store, entry: ShardEntry, monkeypatch):
     for _ in range(4):
         manifest.publish(store, describe([entry], parent=manifest.latest_version(store, "i")))
