@@ -1,7 +1,6 @@
 """Refuses by name, before any work, what cannot serve as a backbone."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from pickle_payload import Payload
 from random_backbones import SIZES
 from safetensors.torch import load_file, save_file
 
@@ -197,16 +197,6 @@ def test_weights_that_are_not_safetensors_are_not_opened(copy):
         file.unlink()
         assert refusal(copy).endswith("; it needs model.safetensors and tokenizer.json")
         (copy / "whole").rename(copy / "model.safetensors")
-
-
-class Payload:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.trace),)
 
 
 def with_settings(file: Path, **settings: object) -> None:

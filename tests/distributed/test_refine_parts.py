@@ -1,5 +1,6 @@
 """Refinement without Ray: changes over a shard, labelled and held-out questions, feedback, the label cache."""
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pickle_payload import Payload
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli.tables import report_tables
@@ -84,6 +86,14 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     assert list(changes) == differs
     for name, (numbers, vectors_VD) in changes.items():
         assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in vectors_VD))) == expected[names.index(name)]
+
+
+def test_a_state_that_holds_a_pickle_is_refused_and_never_loaded(tmp_path):
+    buffer = io.BytesIO()
+    np.savez(buffer, **{**vars(ShardChanges.none(DIMENSION)), "moved_M": np.array([Payload(tmp_path / "trace")])})
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        ShardChanges.from_bytes(buffer.getvalue())
+    assert not (tmp_path / "trace").exists()
 
 
 @settings(max_examples=30)

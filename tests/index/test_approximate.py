@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from file_size_limit import file_size_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pickle_payload import Payload
 
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index import candidates
+from mvr_ray.index import candidates, flat
 from mvr_ray.index.base import IndexParams, measured_recall
 from mvr_ray.index.candidates import ApproximateIndex
 from mvr_ray.index.kinds import build_index, check_params, open_index, update_index
@@ -241,6 +243,28 @@ def test_a_missing_or_damaged_file_is_refused(params, shard, tmp_path):
         ShardIndexError, match=r"cannot read .*; delete that file, and `mvr-ray index CONFIG` builds it again"
     ):
         open_index(params, shard(1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (KINDS[0], candidates.LABELS_FILE),
+        (KINDS[1], candidates.LABELS_FILE),
+        (IndexParams(scan="int8"), flat.CODES_FILE),
+        (IndexParams(scan="int8"), flat.SCALES_FILE),
+    ],
+)
+@pytest.mark.parametrize("is_array", [True, False])
+def test_a_pickle_in_place_of_an_array_is_refused_and_never_loaded(params, name, is_array, shard, tmp_path):
+    build_index(params, shard(1), tmp_path)
+    trace = tmp_path / "trace"
+    if is_array:
+        np.save(tmp_path / name, np.array([Payload(trace)], object), allow_pickle=True)
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps(Payload(trace)))
+    with pytest.raises(ShardIndexError, match="build the index again"):
+        open_index(params, shard(1), tmp_path)
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("params", KINDS[:2], ids=lambda params: params.kind)
