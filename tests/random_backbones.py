@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -137,13 +138,27 @@ def _config(kind: str, vocab: int) -> Any:
     return configs[kind]()
 
 
+def enlarge_weights(model: torch.nn.Module) -> None:
+    """Initial weights are so small that every token's state is nearly its own embedding, and so that of the first token
+    nearly the same in all texts."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 10 if weight.ndim > 1 and weight.std() < 0.1 else 1
+
+
+def relative_error(actual_PVD: np.ndarray, expected_PVD: np.ndarray, mask_PV: np.ndarray) -> float:
+    """The error of views, relative to how far passages lie from their mean: about 1 for those of other passages."""
+    is_view_PV1 = mask_PV[..., None]
+    mean_VD = (expected_PVD * is_view_PV1).sum(0) / np.maximum(is_view_PV1.sum(0), 1)
+    error, spread = (np.linalg.norm((other - expected_PVD) * is_view_PV1) for other in (actual_PVD, mean_VD))
+    return float(error / spread)
+
+
 def _model(kind: str, vocab: int) -> torch.nn.Module:
     if kind in TOKENIZERS:
         config = _config(kind, vocab)
         model = T5EncoderModel(config) if kind == "t5" else AutoModel.from_config(config)
-        with torch.no_grad():  # initial weights are so small that every token's state is nearly its own embedding
-            for weight in model.parameters():
-                weight *= 10 if weight.ndim > 1 and weight.std() < 0.1 else 1
+        enlarge_weights(model)
         return model
     offset = {"vocab_size": vocab, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, **SIZES}
     if kind == "bert":
