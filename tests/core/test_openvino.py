@@ -93,6 +93,35 @@ print(encoder.embed_passages(encoder.tokenize_passages([Passage("1", "", "The ri
     assert (reply.returncode, reply.stdout) == (0, "(1, 3, 16)\n"), reply.stderr[-2500:]
 
 
+@pytest.mark.parametrize("order", ["by another thread", "before a later one"])
+def test_an_interrupt_arrives_after_encoders_are_gone(tiny, tmp_path, order):
+    """OpenVINO leaves the signals of a thread on a stack that it has unmapped, if its core ends there or then."""
+    DualEncoder.from_backbone(tiny("bert"), SPEC).to_precision("openvino").save(tmp_path / "encoder")
+    script = f"""
+import gc, signal, threading
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.types import Passage
+
+encoders = [DualEncoder.load({str(tmp_path / "encoder")!r}, only_embeds=True) for _ in range(2)]
+for encoder in encoders:
+    encoder.embed_passages(encoder.tokenize_passages([Passage("1", "", "The river.")]))
+del encoder
+if {order == "by another thread"}:
+    thread = threading.Thread(target=lambda: (encoders.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+while encoders:
+    del encoders[0]
+    gc.collect()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    reply = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (reply.returncode, reply.stdout) == (0, "interrupted\n"), reply.stderr[-2500:]
+
+
 def test_every_model_type_that_auto_gives_to_openvino_is_tested_above():
     assert {kind for kind, _ in CASES} == set(KNOWN_ON_OPENVINO)
 

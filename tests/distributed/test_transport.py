@@ -450,7 +450,8 @@ def tls_dir(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_tls_that_cannot_work_is_refused_before_a_searcher_starts(tls_dir, tmp_path):
+def test_tls_that_cannot_work_is_refused_before_a_searcher_starts(tls_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "to_stderr", lambda: None)
     require_valid_tls("")
     require_valid_tls(tls_dir)
     with pytest.raises(ConfigError, match=r"resources.tls_dir is '/absent' on .*No such file.*tls\.crt"):

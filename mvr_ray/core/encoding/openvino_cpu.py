@@ -22,6 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -70,7 +71,7 @@ class OpenVinoTower:
         self.tower, self.dimension = tower, tower.dimension
         self._threads = torch.get_num_threads()
         settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": self._threads, "NUM_STREAMS": self._threads}
-        core = openvino.Core()
+        core = _core()
         if products is not None:
             settings["INFERENCE_PRECISION_HINT"] = products
         try:
@@ -112,6 +113,17 @@ class OpenVinoTower:
         for _ in each(torch.no_grad()(read), token_batches([text.num_tokens for text in batch], BATCH_TOKENS)):
             pass
         return Means(views_PVD, count_PV)
+
+
+@cache
+def _core() -> Any:
+    """Make OpenVINO's core, one for the life of the process.
+
+    Its CPU plugin takes the signal stack of the thread that loads it, and unmaps it at its end. If that end comes on
+    another thread, or before the end of a core that was made later, signals stay directed at the unmapped stack, and
+    the next one, such as Ctrl-C, ends the process by SIGSEGV.
+    """
+    return import_openvino().Core()
 
 
 def to_openvino(tower: Tower) -> Any:
