@@ -96,7 +96,9 @@ def test_the_page_names_the_kind_of_processor_by_the_run_or_by_the_notes(table, 
     assert page.count("2 cores of some (old: notes.md)\n") == page.count("2 cores of some\n") == 1
 
 
-def test_this_machine_has_the_instructions_that_loops_are_chosen_by():
+def test_this_machine_has_the_instructions_that_loops_are_chosen_by(monkeypatch):
+    monkeypatch.setattr(floors, "ROUNDS", 1 << 12)
+    monkeypatch.setattr(floors, "TRIES", 1)
     now = machine.hardware()
     assert set(now["instructions"].split()) <= set(machine.INSTRUCTIONS)
     has_bfloat16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(now["instructions"].split())
