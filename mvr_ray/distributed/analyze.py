@@ -23,10 +23,10 @@ import pyarrow as pa
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.encoders import open_encoder

@@ -15,8 +15,8 @@ import logging
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.refining.refine_policy import MOVES_QUERIES, Reject, Stop
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.indexing import shards

@@ -29,10 +29,10 @@ import torch
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import snippet_text
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
 from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.periodic import LastResult

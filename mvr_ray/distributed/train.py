@@ -23,8 +23,8 @@ import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from mvr_ray.config import RunConfig, StoreConfig
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.learning.training import rank
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.progress import forward_progress
 from mvr_ray.distributed.cluster.stage_pool import enter_folder

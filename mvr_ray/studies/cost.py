@@ -28,8 +28,8 @@ from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store.corpus import Corpus

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, next_action
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest

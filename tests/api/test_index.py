@@ -51,8 +51,8 @@ from mvr_ray.cli import main
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed import hot_swap
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy_kernel import NumpyKernel, numpy_index
 
+from mvr_ray.core.searching import engines
 from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
@@ -21,6 +22,7 @@ from mvr_ray.core.searching.kernels import MANY_SCORES, PreparedQueries, TorchKe
 from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_queries
 from mvr_ray.core.searching.native import NativeKernel, library, library_avx2
 from mvr_ray.core.searching.scan import Scan
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import flat
 from mvr_ray.index.base import IndexParams
@@ -306,6 +308,24 @@ def test_coarse_matrix_products_change_no_byte(shard, queries, palette, precisio
         assert as_bytes(index.search(queries_QD, 10)) == exact
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_without_compiled_loops_torch_scans_with_these_threads_and_keeps_the_caller_s(shard, queries, monkeypatch):
+    """As on a processor that has no loops of ours, such as one of ARM."""
+    numbers: list[int] = []
+
+    def best_views(kernel: TorchKernel, *args, best_views=TorchKernel.best_views):
+        numbers.append(torch.get_num_threads())
+        return best_views(kernel, *args)
+
+    monkeypatch.setattr(engines, "library", lambda: None)
+    monkeypatch.setattr(engines, "library_avx2", lambda: None)
+    monkeypatch.setattr(TorchKernel, "best_views", best_views)
+    with torch_threads(3):
+        index = FlatIndex(shard(6), threads=2)
+        index.search(queries(6, 5), 10)
+        assert torch.get_num_threads() == 3
+    assert {*numbers} == {2}
 
 
 def test_a_kept_index_answers_the_same_again(shard, queries):

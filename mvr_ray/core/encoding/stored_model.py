@@ -177,14 +177,3 @@ def translate_load_errors(
         raise
     except Exception as error:  # noqa: BLE001
         raise error_type(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads in the block, and restore the caller's afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -26,11 +26,7 @@ def make_kernel(device: str = "cpu", threads: int | None = None) -> Kernel:
     Raises ShardIndexError for a device that is not there."""
     if device == "cpu" and library_avx2() is not None:
         return NativeKernel(threads) if library() else Avx2Kernel(threads)
-    import torch
-
-    if threads is not None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    kernel = TorchKernel(device)
+    kernel = TorchKernel(device, threads)
     if kernel.device.type == "cuda":
         from mvr_ray.core.searching.cuda_scan import FusedKernel
 

@@ -8,12 +8,14 @@ Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray
 
@@ -91,6 +93,10 @@ class Kernel(ABC):
         """Copy a device array to the host."""
         return array
 
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context of the kernel's calls in a thread."""
+        return nullcontext()
+
     @abstractmethod
     def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:
         """Prepare a step for `max_norm` and `candidates`, such as vectors in float32; codes come with their scales."""
@@ -156,9 +162,9 @@ def select_candidates(
 
 
 class TorchKernel(Kernel):
-    """Computes scores in torch on a CPU or a GPU, with torch's own threads."""
+    """Computes scores in torch on a CPU or a GPU. `num_threads` of torch on a CPU; None: those that it has."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", num_threads: int | None = None) -> None:
         import torch
 
         try:
@@ -167,6 +173,10 @@ class TorchKernel(Kernel):
         except (RuntimeError, AssertionError) as error:
             raise ShardIndexError(f"cannot search on device {device!r}: {error}; use 'cpu' or a present GPU") from error
         self.vectors_per_step = CPU_STEP if self.device.type == "cpu" else GPU_STEP
+        self.num_threads = num_threads if self.device.type == "cpu" else None
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.num_threads is None else torch_threads(self.num_threads)
 
     @property
     def input_rounding(self) -> float:

@@ -283,19 +283,20 @@ class Scan:
 
     def _scan(self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]) -> "list[QueryBatch]":
         """Scan the steps that this thread takes from `queue`, in its order, for each part."""
-        batches = [QueryBatch(self, part, limit) for part in parts]
-        for part in _pop_parts(queue):
-            step, step_rows = part.step, None
-            coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
-            coarse = None if self.has_codes else coarse
-            is_measured = step.norm >= 0 and (coarse is None or step.coarse_residual >= 0)
-            if part.vectors_M is None or not is_measured:  # bounds are over the whole step
-                step_rows = self.kernel.prepare_rows(*(step.resident or self._put(step)))
-                self._measure(step, step_rows, coarse)
-            if part.vectors_M is not None:
-                step_rows = self.kernel.prepare_rows(*self._gather(step, part.vectors_M))
-            for batch in batches:
-                batch.scan(part, step_rows)
+        with self.kernel.running():
+            batches = [QueryBatch(self, part, limit) for part in parts]
+            for part in _pop_parts(queue):
+                step, step_rows = part.step, None
+                coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
+                coarse = None if self.has_codes else coarse
+                is_measured = step.norm >= 0 and (coarse is None or step.coarse_residual >= 0)
+                if part.vectors_M is None or not is_measured:  # bounds are over the whole step
+                    step_rows = self.kernel.prepare_rows(*(step.resident or self._put(step)))
+                    self._measure(step, step_rows, coarse)
+                if part.vectors_M is not None:
+                    step_rows = self.kernel.prepare_rows(*self._gather(step, part.vectors_M))
+                for batch in batches:
+                    batch.scan(part, step_rows)
         return batches
 
     def _measure(self, step: Step, step_rows: Any, coarse: Coarse | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.core.encoding.stored_model import torch_threads
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 from mvr_ray.distributed.result_store import Compute

@@ -24,10 +24,10 @@ import torch
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.precision import ON_OPENVINO
-from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.core.searching.native import num_cores
+from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import dataset, pool_need, pool_options, stream_rows
 from mvr_ray.distributed.encoders import cached_encoder, open_encoder
