@@ -11,11 +11,12 @@ from mvr_ray.api.run_settings import with_settings
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, DataError, PublishConflictError, StagingError, count_noun
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store.change_records import ChangeRecord
 from mvr_ray.store.changes import Changes
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
+from mvr_ray.store.manifest import Manifest, is_rolled_back
+from mvr_ray.store.update import UpdateReport, parent_corpus, update_by_records
 from mvr_ray.types import Passage, Progress
 
 if TYPE_CHECKING:

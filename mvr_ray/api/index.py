@@ -27,13 +27,13 @@ from mvr_ray.errors import ConfigError, FilterError, count_noun
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import Hybrid
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store.change_records import ChangeRecord
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import Filter, parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import FilteredDeletion, PassageId, is_id
 from mvr_ray.store.manifest import Manifest, VerifyReport
-from mvr_ray.store.update import ChangeRecord
 from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Progress
 from mvr_ray.versions import CollectReport, RollbackReport, VersionInfo
 

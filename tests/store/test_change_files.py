@@ -24,10 +24,10 @@ from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, PublishConflictError
 from mvr_ray.store import change_files
 from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
+from mvr_ray.store.change_records import read_changes
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.update import read_changes
 
 CONFIG = PrepareConfig(corpus="corpus", num_shards=2)
 NAMES = [f"p{number}" for number in range(12)]

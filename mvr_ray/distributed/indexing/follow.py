@@ -33,11 +33,11 @@ from mvr_ray.store.change_files import (
     open_source,
     row_of,
 )
+from mvr_ray.store.change_records import require_settings
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.update import require_settings
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
