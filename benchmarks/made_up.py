@@ -22,7 +22,8 @@ from mvr_ray.distributed.indexing.staging import chunks_of, encode_task
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import write_passages
 from mvr_ray.store.questions import write_questions

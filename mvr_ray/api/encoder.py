@@ -17,8 +17,8 @@ from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.serving.schemas import is_text
-from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import FloatArray, Progress
 
 MANY = 512

@@ -22,13 +22,14 @@ from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.fields import FieldReader, TextCell
-from mvr_ray.store.files import address_name, finished_file
+from mvr_ray.store.files import address_name
 from mvr_ray.store.formats.huggingface import dataset_rows
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files, source_path
 from mvr_ray.store.formats.text_files import Row, csv_rows, first_cells, json_lines, plain_name
 from mvr_ray.store.formats.training_rows import is_training_row
+from mvr_ray.store.local_files import finished_file
 
 SAMPLE_ROWS = 500
 LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers\n"

@@ -83,7 +83,7 @@ def explain(
     run = load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.search_once import ExplainRequest, open_service
     from mvr_ray.explanation import render_html
-    from mvr_ray.store.files import finished_file
+    from mvr_ray.store.local_files import finished_file
 
     if html is not None:
         require_writable(html, f"explain: --html {html}")
@@ -176,7 +176,8 @@ def export(
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
     from mvr_ray.store import manifest
-    from mvr_ray.store.files import Store, finished_file
+    from mvr_ray.store.files import Store
+    from mvr_ray.store.local_files import finished_file
 
     store = Store(run.store.path)
     live = manifest.read(store, run.index.name, version)

@@ -37,7 +37,8 @@ from mvr_ray.errors import (
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.model_records import (
     ENCODERS,

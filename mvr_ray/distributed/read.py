@@ -31,8 +31,9 @@ from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store.corpus import Corpus, question_sets
-from mvr_ray.store.files import Store, finished_file, local_copy
+from mvr_ray.store.files import Store, local_copy
 from mvr_ray.store.formats.rankings import RankedQuestion, read_ranking
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.types import Progress, no_progress
 

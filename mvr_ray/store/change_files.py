@@ -24,9 +24,10 @@ from mvr_ray.store.change_records import Content, in_chunks, join_changes, read_
 from mvr_ray.store.changes import Changes
 from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import ChangeFile, Corpus
-from mvr_ray.store.files import Store, StoredFile, sha256_of
+from mvr_ray.store.files import Store, StoredFile
 from mvr_ray.store.formats.records import FilteredDeletion, PassageRecord
 from mvr_ray.store.formats.sources import DUMP_NAME
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.update import UpdateReport, apply_changes
 from mvr_ray.types import Progress, no_progress
 

@@ -31,9 +31,7 @@ from mvr_ray.store.corpus import (
     ids_by_shard,
 )
 from mvr_ray.store.fields import FieldReader, read_fields
-from mvr_ray.store.files import (
-    address_name,
-)
+from mvr_ray.store.files import address_name
 from mvr_ray.store.filters import Filter, parse_filter
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import (

@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, lay_over, num_kept
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views, cut_block, join_blocks
-from mvr_ray.store.files import link_or_copy
+from mvr_ray.store.local_files import link_or_copy
 from mvr_ray.types import EmbeddingBlock, StoredBlocks
 
 _PASSAGES_WORTH_DIVIDING = 256

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray.errors import FormatError, MissingInputError, StorageError
-from mvr_ray.store.files import finished_file
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import ALL_READ, EmbeddingBlock, FloatArray, IntArray, StoredBlocks, UnreadCounts
 
 Dtype = Literal["fp16", "fp32"]

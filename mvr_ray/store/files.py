@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,33 +21,35 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
-
 from mvr_ray.config import resolve_path
 from mvr_ray.errors import (
-    AccessError,
     ConfigError,
     MissingInputError,
     MvrRayError,
-    NoAnswerError,
     StorageError,
-    is_full_disk,
+)
+from mvr_ray.store.local_files import (
+    cached_sha256_of,
+    create_claimed,
+    files_of,
+    make_synced_folder,
+    on_disk_of,
+    seal,
+    sha256_of,
+    sync_folder,
 )
 from mvr_ray.store.object_cache import cache_dir
-from mvr_ray.store.objects import ObjectFiles, open_address, reason_of
+from mvr_ray.store.objects import ObjectFiles, open_address
 from mvr_ray.store.scratch import scratch_folder
+from mvr_ray.store.storage_errors import storage_errors
 
 SCRATCH = ".scratch"
 _KEYS = re.compile(r"(\b\w+://)[^/?#\s'\":]*:[^/?#\s'\"]*@")
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
 """Names of files and folders that are being written or deleted."""
-MAX_DIGESTS = 1 << 14
-MAX_SYNCED = 1 << 12
-SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
 WRITE_TRIES = 3
 FIRST_PAUSE_S = 0.1
-CLAIM_TRIES = 5
 REQUESTS_AT_ONCE = 16
 """Of `Store.for_each`: an object store answers each after tens of milliseconds, and many side by side."""
 _JOB_FOLDERS = "working_dir_files"
@@ -56,10 +57,6 @@ _JOB_FOLDERS = "working_dir_files"
 
 T = TypeVar("T")
 R = TypeVar("R")
-_DIGESTS = OrderedDict[tuple[int, int, int, int], tuple[str, int]]()
-"""The digest asked for last is at the end."""
-_SYNCED: dict[Path, tuple[int, int]] = {}
-"""The folders whose names this process has synced, with device and inode: a new folder of a name is synced again."""
 
 
 class StoredFile(NamedTuple):
@@ -77,7 +74,7 @@ class Store:
         self.root = str(root)
         self._objects: ObjectFiles | None = None
         if "://" in self.root and not self.root.startswith("file://"):
-            with _storage_errors("open the store", self.name):
+            with storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
         self._folder = _local_folder(self.root)
 
@@ -122,7 +119,7 @@ class Store:
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Put `data` at `path`, replacing what is there in one step."""
-        with _storage_errors("write", self.where(path), len(data), self.free_bytes):
+        with storage_errors("write", self.where(path), len(data), self.free_bytes):
             if self._objects:
                 self._objects.write(_check_path(path), data)
                 return
@@ -135,7 +132,7 @@ class Store:
 
     def create_once(self, path: str, data: bytes) -> None:
         """Put `data` at a free `path`. Raises FileExistsError where something is there, which stays."""
-        with _storage_errors("create", self.where(path), len(data), self.free_bytes):
+        with storage_errors("create", self.where(path), len(data), self.free_bytes):
             if self._objects:
                 self._objects.create_once(_check_path(path), data)
                 return
@@ -151,7 +148,7 @@ class Store:
                 except OSError as error:
                     if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
                         raise
-                    self._create_claimed(aside, self._local(path))
+                    create_claimed(aside, self._local(path))
 
     def holds(self, path: str, data: bytes, error: OSError) -> bool:
         """Return whether `path` holds `data` after its creation failed with `error`: a reply may be lost.
@@ -176,7 +173,7 @@ class Store:
 
     def put_file(self, source: Path, path: str) -> None:
         """Move a finished local file to `path`, replacing what is there in one step; do not write to it afterwards."""
-        with _storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
+        with storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
             if self._objects:
                 self._objects.upload(source, _check_path(path))
                 source.unlink()
@@ -184,9 +181,9 @@ class Store:
             target = self._local(path)
 
             def place() -> None:
-                self._make_folder(target.parent)
-                aside = _beside(source, target)
-                _seal(aside, target.parent)
+                make_synced_folder(target.parent, self._folder)
+                aside = on_disk_of(source, target)
+                seal(aside, target.parent)
                 os.utime(aside)  # its age counts from here, however long ago it was written
                 aside.replace(target)
 
@@ -207,12 +204,12 @@ class Store:
         if self.exists(f"{path}/{next(iter(last))}" if last else path):
             shutil.rmtree(source)
             return False
-        num_bytes = sum(file.stat().st_size for file in _files_of(source)) + sum(map(len, last.values()))
-        with _storage_errors("write", self.where(path), num_bytes, self.free_bytes):
+        num_bytes = sum(file.stat().st_size for file in files_of(source)) + sum(map(len, last.values()))
+        with storage_errors("write", self.where(path), num_bytes, self.free_bytes):
             for name, data in last.items():
                 (source / name).write_bytes(data)
             if self._objects:
-                names = [file.relative_to(source).as_posix() for file in _files_of(source)]
+                names = [file.relative_to(source).as_posix() for file in files_of(source)]
                 for name in sorted(names, key=lambda name: (name in last, name)):
                     self._objects.upload(source / name, f"{_check_path(path)}/{name}")
                 shutil.rmtree(source)
@@ -296,7 +293,7 @@ class Store:
         their names to the disk: their writers may have been killed before."""
 
         def renew(path: str) -> None:
-            with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
+            with storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
                 self._objects.touch(_check_path(path)) if self._objects else os.utime(self._local(path))
 
         self.for_each(renew, paths)
@@ -306,12 +303,12 @@ class Store:
     def sync_names(self, path: str) -> None:
         """Sync the names that were added to or deleted from the folder at `path`, if there, to the disk."""
         if self._objects is None and (folder := self._local(path)).is_dir():
-            with _storage_errors("sync", self.where(path)):
+            with storage_errors("sync", self.where(path)):
                 sync_folder(folder)
 
     def delete(self, path: str) -> None:
         """Remove the file at `path`, if there."""
-        with _storage_errors("delete", self.where(path)):
+        with storage_errors("delete", self.where(path)):
             if self._objects:
                 self._objects.delete(_check_path(path))
             else:
@@ -319,7 +316,7 @@ class Store:
 
     def delete_dir(self, path: str) -> None:
         """Remove the folder at `path`, if there; on a local path in one step."""
-        with _storage_errors("delete", self.where(path)):
+        with storage_errors("delete", self.where(path)):
             if self._objects:
                 self._objects.delete_dir(_check_path(path))
                 return
@@ -338,7 +335,7 @@ class Store:
         """Remove the folder at `path` and then the empty ones of `folders`, of `missing_folders`; False if the local
         store holds another file, and everything stays."""
         own = self._local(path)
-        if not all(file.is_relative_to(own) for file in _files_of(self._folder)):
+        if not all(file.is_relative_to(own) for file in files_of(self._folder)):
             return False
         self.delete_dir(path)
         for folder in (own.parent, self._folder / SCRATCH, *folders):
@@ -350,7 +347,7 @@ class Store:
         """Remove what killed processes left aside, if at least this old, but in the folder `skip`; returns the
         paths."""
         if self._objects:
-            with _storage_errors("list", self.name):
+            with storage_errors("list", self.name):
                 paths = self._objects.leftovers()
         else:
             paths = []
@@ -366,11 +363,11 @@ class Store:
 
     def move_dir(self, path: str, to: str) -> None:
         """Move a folder to a name that is free: by one rename, or on an object store file by file, copied first."""
-        with _storage_errors("move", self.where(path)):
+        with storage_errors("move", self.where(path)):
             if self._objects:
                 self._objects.move_dir(_check_path(path), _check_path(to))
                 return
-            self._make_folder(self._local(to).parent)
+            make_synced_folder(self._local(to).parent, self._folder)
             self._local(path).rename(self._local(to))
             sync_folder(self._local(to).parent)
             sync_folder(self._local(path).parent)
@@ -397,7 +394,7 @@ class Store:
         except MvrRayError:
             if self.is_local:
                 raise
-        for file in _files_of(local) or [local]:
+        for file in files_of(local) or [local]:
             _distrust(file)
         return load(self.local_path(path))
 
@@ -409,7 +406,7 @@ class Store:
         def equals() -> bool:
             return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local, sha256) == sha256
 
-        with _storage_errors("read", self.where(path)):
+        with storage_errors("read", self.where(path)):
             if not self.is_local and not equals():
                 _distrust(local)
                 with contextlib.suppress(MissingInputError):
@@ -431,36 +428,19 @@ class Store:
         only its user can read it. A disk that is full while the block writes is a StorageError."""
         parent = Path(tempfile.gettempdir()) if self._objects else self._folder / SCRATCH
         with contextlib.ExitStack() as stack:
-            with _storage_errors("make a scratch folder in", self.name):
+            with storage_errors("make a scratch folder in", self.name):
                 folder = stack.enter_context(scratch_folder(parent, "mvr-store-" if self._objects else ""))
             free_bytes = partial(_free_bytes, folder)
-            with _storage_errors("write in", str(parent), free_bytes=free_bytes, only_full_disk=True):
+            with storage_errors("write in", str(parent), free_bytes=free_bytes, only_full_disk=True):
                 yield folder
-
-    def _make_folder(self, folder: Path) -> None:
-        """Make a folder of the store, and sync its name and those of the folders above at this process's first use: the
-        process that made one may have been killed before."""
-        make_folder(folder)
-        for place in (folder, *folder.parents):
-            stat = place.stat()
-            own = stat.st_dev, stat.st_ino
-            if _SYNCED.get(place) == own:
-                break
-            with contextlib.suppress(PermissionError):  # the folder that the store lies in may not be readable
-                sync_folder(place.parent)
-            while len(_SYNCED) >= MAX_SYNCED:
-                _SYNCED.pop(next(iter(_SYNCED)), None)
-            _SYNCED[place] = own
-            if place == self._folder:
-                break
 
     def _rename_folder(self, source: Path, target: Path) -> bool:
         """Sync a finished folder and give it its final name; False if that is taken, and the source is deleted."""
-        self._make_folder(target.parent)
-        source = _beside(source, target)
-        files = _files_of(source)
+        make_synced_folder(target.parent, self._folder)
+        source = on_disk_of(source, target)
+        files = files_of(source)
         for file in files:
-            _seal(file, target.parent)
+            seal(file, target.parent)
         for folder in dict.fromkeys(file.parent for file in files):
             sync_folder(folder)
         try:
@@ -480,7 +460,7 @@ class Store:
     def _input(self, path: str, action: str = "read") -> Iterator[None]:
         """Convert errors of reading to StorageError, and a missing file to MissingInputError."""
         try:
-            with _storage_errors(action, self.where(path)):
+            with storage_errors(action, self.where(path)):
                 yield
         except FileNotFoundError:
             raise MissingInputError(f"{self.where(path)} does not exist") from None
@@ -489,7 +469,7 @@ class Store:
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:
         """Write `data` to a synced file beside `path`, and delete it afterwards; the folder is synced last."""
         target = self._local(path)
-        self._make_folder(target.parent)
+        make_synced_folder(target.parent, self._folder)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with aside.open("xb") as file:
@@ -501,95 +481,11 @@ class Store:
         finally:
             aside.unlink(missing_ok=True)
 
-    def _create_claimed(self, aside: Path, target: Path) -> None:
-        """Do `create_once` on file systems without hard links: the claim is the lock, the rename is the creation."""
-        claim = target.with_name(f".{target.name}.claim")
-        for attempt in range(CLAIM_TRIES):
-            if target.exists():
-                raise FileExistsError(errno.EEXIST, "exists", str(target))
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                break
-            time.sleep(FIRST_PAUSE_S * 2**attempt)
-        else:
-            raise StorageError(
-                f"{target} cannot be created: {claim} says that another process does so; if none is running, delete "
-                f"that file, and run the same command again"
-            )
-        try:
-            if target.exists():
-                raise FileExistsError(errno.EEXIST, "exists", str(target))
-            aside.rename(target)
-        finally:
-            claim.unlink(missing_ok=True)
-
-
-def sha256_of(path: Path) -> str:
-    """Compute the hex digest of a local file, read piece by piece."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def cached_sha256_of(path: Path, expected: str = "") -> str:
-    """As `sha256_of`, with a cache of the process: a file is read again if its inode, time or size has changed.
-
-    A file that changed a moment ago is read each time: it could change again within one tick of its time. One that
-    differs from `expected` is read again if its inode has changed, or had a moment before it was read: a copy that
-    keeps its time, such as a restored file, can get the inode of a deleted file of its time and size.
-    """
-    stat = path.stat()
-    key = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
-    digest, inode_ns = _DIGESTS.get(key, ("", 0))
-    if digest and (expected in ("", digest) or inode_ns == stat.st_ctime_ns):
-        with contextlib.suppress(KeyError):  # dropped meanwhile
-            _DIGESTS.move_to_end(key)
-        return digest
-    digest = sha256_of(path)
-    settled_ns = time.time_ns() - SETTLED_NS
-    if stat.st_mtime_ns < settled_ns:
-        while len(_DIGESTS) >= MAX_DIGESTS:
-            _DIGESTS.popitem(last=False)
-        _DIGESTS[key] = digest, stat.st_ctime_ns if stat.st_ctime_ns < settled_ns else 0
-    return digest
-
 
 def _distrust(copy: Path) -> None:
     """Give a copy in the cache a time that no object has, so that it is fetched again."""
     with contextlib.suppress(OSError):  # not there, or another user's
         os.utime(copy, (0, 0))
-
-
-def drop_cached_sha256_of(path: Path) -> None:
-    """Drop a file from the cache of `cached_sha256_of`: its bytes have changed, its time and size have not."""
-    with contextlib.suppress(OSError):
-        stat = path.stat()
-        _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
-
-
-def _seal(path: Path, folder: Path) -> None:
-    """Let those read a file, and none write it, that can read the `folder` of its final name, as some libraries create
-    files for their owner alone; then wait until its bytes are on the disk."""
-    with contextlib.suppress(OSError):
-        path.chmod(folder.stat().st_mode & 0o444)
-    sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the file's bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the folder's names are on the disk; some network file systems cannot do that and return EINVAL."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(handle)
 
 
 def _again_if_deleted(write: Callable[[], None]) -> None:
@@ -599,23 +495,6 @@ def _again_if_deleted(write: Callable[[], None]) -> None:
         with contextlib.suppress(FileNotFoundError):
             return write()
     return write()
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder with the missing ones above it, and wait until their names are on the disk."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        _SYNCED.pop(folder, None)
-        try:
-            folder.mkdir(exist_ok=True)
-        except FileExistsError:
-            raise NotADirectoryError(errno.ENOTDIR, "a file exists where a folder is needed", str(folder)) from None
-        except FileNotFoundError:  # /proc and the like hold no folders of others
-            raise PermissionError(errno.EACCES, "no folder can be made there", str(folder)) from None
-        sync_folder(folder.parent)
 
 
 def without_keys(text: str) -> str:
@@ -663,36 +542,6 @@ def name_address(address: str, copy: Path) -> Iterator[None]:
         raise
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Link a file that never changes under another name; copy it where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-@contextlib.contextmanager
-def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
-    """Yield a path of a file or folder to write, and rename it to `target` when the block succeeds, else delete it; a
-    killed process's is deleted by the next one with this target. A device or a pipe is written itself.
-
-    Without `sync`, for files that are then moved to a `Store`, which syncs them.
-    """
-    with _storage_errors("write", str(target)):
-        make_folder(target.parent)
-        if target.exists() and not target.is_file():
-            yield target
-            return
-        with scratch_folder(target.parent, f".{target.name}.") as folder:
-            aside = folder / target.name
-            yield aside
-            for file in (_files_of(aside) or [aside]) if sync else ():
-                sync_file(file)
-            aside.replace(target)
-            if sync:
-                sync_folder(target.parent)
-
-
 def _local_folder(root: str) -> Path:
     """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's, and
     for a relative path in a job's copy of its working directory."""
@@ -733,46 +582,3 @@ def _newest_s(root: Path) -> float | None:
         with contextlib.suppress(FileNotFoundError):
             times.append(file.stat().st_mtime)
     return max(times, default=None)
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
-
-
-def _beside(source: Path, target: Path) -> Path:
-    """Return `source`, or move it to `target`'s disk when it is on another one."""
-    if source.stat().st_dev == target.parent.stat().st_dev:
-        return source
-    copy = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    shutil.move(source, copy, copy_function=shutil.copyfile)
-    return copy
-
-
-@contextlib.contextmanager
-def _storage_errors(
-    action: str,
-    where: str,
-    num_bytes: int = 0,
-    free_bytes: Callable[[], int | None] | None = None,
-    *,
-    only_full_disk: bool = False,
-) -> Iterator[None]:
-    """Convert errors of the system and of obstore, and any library's of a full disk, to StorageError, which names the
-    action and the remedy; with `only_full_disk`, no others."""
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError, StorageError):
-        raise
-    except Exception as error:
-        full = is_full_disk(error)
-        if not full and (only_full_disk or not isinstance(error, OSError | BaseError)):
-            raise
-        free = free_bytes() if full and free_bytes else None
-        size = f"{num_bytes} bytes to write, {free} free" if num_bytes else f"{free} bytes free"
-        space = f" ({size})" if free is not None else ""
-        cure = "free space and run the same command again" if full else "check the path and its permissions"
-        reason = getattr(error, "strerror", None) or reason_of(error)
-        is_denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
-        is_denied |= isinstance(error, PermissionDeniedError | UnauthenticatedError)
-        kind = AccessError if is_denied else NoAnswerError if isinstance(error, BaseError) else StorageError
-        raise kind(f"cannot {action} {where}: {reason}{space}; {cure}") from error

@@ -26,7 +26,8 @@ from mvr_ray.config.base import Name, describe_problems
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, publications
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 
 log = logging.getLogger(__name__)
 

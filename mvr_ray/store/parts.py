@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from mvr_ray.errors import StorageError
 from mvr_ray.store.changes import Changes, lay_over
 from mvr_ray.store.fields import ARROW_TYPES
-from mvr_ray.store.files import finished_file
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import Passage
 
 _ROWS_WORTH_DIVIDING = 32

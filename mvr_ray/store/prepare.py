@@ -39,10 +39,11 @@ from mvr_ray.store.corpus import (
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader
-from mvr_ray.store.files import Store, address_name, sha256_of
+from mvr_ray.store.files import Store, address_name
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, with_fields
 from mvr_ray.store.formats.sources import format_of, read_source, source_files, source_path
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.parts import CorpusPart, write_passages
 from mvr_ray.store.questions import archive, only_with, put_questions, write_question_file
 from mvr_ray.store.sampling import draw, hash_rank, split

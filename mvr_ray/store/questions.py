@@ -19,7 +19,7 @@ from mvr_ray.errors import DataError, MissingInputError, StorageError, count_nou
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, TextChunk, carry_over, chunk, locate, source_id
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
-from mvr_ray.store.files import sha256_of
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.parts import CURE, map_batches, write_rows
 from mvr_ray.types import Passage, Question
 

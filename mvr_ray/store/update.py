@@ -33,15 +33,9 @@ from mvr_ray.store.corpus import (
     question_set,
     question_sets,
 )
-from mvr_ray.store.files import (
-    REQUESTS_AT_ONCE,
-    Store,
-    copy_name,
-    local_copy,
-    name_address,
-    sha256_of,
-)
+from mvr_ray.store.files import REQUESTS_AT_ONCE, Store, copy_name, local_copy, name_address
 from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import is_rolled_back
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.questions import (

@@ -30,7 +30,8 @@ from mvr_ray.errors import ConfigError, MissingInputError, MvrRayError, StorageE
 from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, cached_sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import cached_sha256_of
 from mvr_ray.store.prepare import describe_sources
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost

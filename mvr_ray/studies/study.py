@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
 from mvr_ray.studies.execute import plan_over_sources, read_records, run_plan

@@ -42,7 +42,8 @@ from mvr_ray.errors import (
 )
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.model_records import ENCODERS, record_latest
 from mvr_ray.store.parts import PASSAGE_SCHEMA, CorpusPart, difference, write_passages
 from mvr_ray.types import Passage

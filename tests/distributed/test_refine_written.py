@@ -20,7 +20,8 @@ from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import link_or_copy
 from mvr_ray.store.manifest import Manifest
 
 K = 9

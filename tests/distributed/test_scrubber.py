@@ -15,7 +15,8 @@ from mvr_ray.distributed.searching.scrubber import FIRST_RETRY_S, Scrubber
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import SETTLED_NS, Store
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import SETTLED_NS
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.types import HybridQueries

@@ -39,8 +39,9 @@ from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard, Views
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions

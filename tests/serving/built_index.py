@@ -16,7 +16,8 @@ from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
 from mvr_ray.store.embeddings import EmbeddingWriter, Views
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import Manifest, ShardMeta
 from mvr_ray.store.parts import write_passages
 from mvr_ray.types import EmbeddingBlock

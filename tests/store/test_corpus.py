@@ -18,8 +18,7 @@ from prepared_corpus import empty_corpus
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
-from mvr_ray.store import files as files_module
-from mvr_ray.store import paths
+from mvr_ray.store import local_files, paths
 from mvr_ray.store.corpus import Corpus, CorpusFile, question_set, question_sets, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.parts import BATCH_ROWS, CorpusPart, difference, find_contents, write_passages
@@ -364,10 +363,10 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
     def file(path):
         return path, path.stat().st_ino, path.stat().st_mtime_ns
 
-    sha256_of = files_module.sha256_of
-    monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
-    monkeypatch.setattr(files_module, "_DIGESTS", files_module.OrderedDict())
-    monkeypatch.setattr(files_module, "SETTLED_NS", -1)
+    sha256_of = local_files.sha256_of
+    monkeypatch.setattr(local_files, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
+    monkeypatch.setattr(local_files, "_DIGESTS", local_files.OrderedDict())
+    monkeypatch.setattr(local_files, "SETTLED_NS", -1)
     for _ in range(5):
         other = Corpus.open(corpus.store, "corpus")
         assert sum(len(other.part(shard)) for shard in range(3)) == 50

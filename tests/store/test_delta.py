@@ -13,7 +13,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, num_kept
 from mvr_ray.store.delta import DeltaShard, open_embeddings, rewrite, views_by_id, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
-from mvr_ray.store.files import sha256_of
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.types import EmbeddingBlock
 
 DIMENSION, NUM_VIEWS = 3, 4

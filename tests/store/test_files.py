@@ -26,8 +26,9 @@ from mvr_ray.cli.inputs import check_inputs
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
-from mvr_ray.store import objects
-from mvr_ray.store.files import Store, cached_sha256_of, finished_file, sha256_of
+from mvr_ray.store import local_files, objects
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import cached_sha256_of, finished_file, sha256_of
 
 
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
@@ -152,6 +153,7 @@ def test_a_restored_file_on_the_inode_of_a_damaged_one_is_whole(tmp_path: Path, 
         assert store.is_whole(path, "codes.npy", 1, digest) == (content == b"1")
     path.chmod(0o400)
     monkeypatch.setattr(files_module, "sha256_of", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(local_files, "sha256_of", lambda path: pytest.fail("read again"))
     assert store.is_whole(path, "codes.npy", 1, digest)
 
 
@@ -185,7 +187,7 @@ def test_without_hard_links_creation_is_still_once(tmp_path: Path, monkeypatch: 
     with pytest.raises(FileExistsError):
         store.create_once("v/1", b"second")
     assert store.read_bytes("v/1") == b"first"
-    monkeypatch.setattr(files_module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(local_files, "CLAIM_PAUSE_S", 0.0)
     (tmp_path / "v" / ".2.claim").touch()
     with pytest.raises(StorageError, match=r"delete that file, and run the same command again"):  # of a killed process
         store.create_once("v/2", b"x")
@@ -457,6 +459,7 @@ def test_a_name_is_synced_once_a_process_and_again_when_its_folder_is_another(tm
     """Another process may have made the other folder, and been killed before it synced the name."""
     synced_paths: list[Path] = []
     monkeypatch.setattr(files_module, "sync_folder", synced_paths.append)
+    monkeypatch.setattr(local_files, "sync_folder", synced_paths.append)
     Store(tmp_path / "store").write_bytes("a/b/one", b"x")
     assert {tmp_path, tmp_path / "store", tmp_path / "store" / "a"} <= {*synced_paths}
     synced_paths.clear()
@@ -471,9 +474,9 @@ def test_a_name_is_synced_once_a_process_and_again_when_its_folder_is_another(tm
 
 def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_changed(tmp_path: Path, monkeypatch):
     path, link, read = tmp_path / "file", tmp_path / "link", []
-    sha256_of = files_module.sha256_of
-    monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(path), sha256_of(path))[1])
-    monkeypatch.setattr(files_module, "SETTLED_NS", 3600 * 10**9)  # which no pause of this test outlasts
+    sha256_of = local_files.sha256_of
+    monkeypatch.setattr(local_files, "sha256_of", lambda path: (read.append(path), sha256_of(path))[1])
+    monkeypatch.setattr(local_files, "SETTLED_NS", 3600 * 10**9)  # which no pause of this test outlasts
     path.write_bytes(b"first")
     for _ in range(2):
         assert cached_sha256_of(path) == sha256_of(path)
@@ -517,10 +520,10 @@ def test_an_address_of_a_file_is_a_folder_of_this_machine(tmp_path: Path):
 
 
 def test_the_digest_of_a_file_that_is_asked_for_again_and_again_outlasts_those_of_many_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "MAX_DIGESTS", 4)
-    monkeypatch.setattr(files_module, "_DIGESTS", files_module.OrderedDict())
+    monkeypatch.setattr(local_files, "MAX_DIGESTS", 4)
+    monkeypatch.setattr(local_files, "_DIGESTS", local_files.OrderedDict())
     reads: list[str] = []
-    monkeypatch.setattr(files_module, "sha256_of", lambda path: (reads.append(path.name), sha256_of(path))[1])
+    monkeypatch.setattr(local_files, "sha256_of", lambda path: (reads.append(path.name), sha256_of(path))[1])
     for number in range(20):
         for name in ("asked", f"{number}"):
             (tmp_path / name).write_bytes(b"content")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.store.scratch import LEASE, STALE_S, scratch_folder
 
 OWNER = """
 import sys
-from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import finished_file
 with Store(sys.argv[1]).scratch() as folder:
     (folder / "work").write_text("unfinished")
     print(folder, flush=True)
@@ -143,7 +145,7 @@ def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_
 WRITER = """
 import sys
 from pathlib import Path
-from mvr_ray.store.files import finished_file
+from mvr_ray.store.local_files import finished_file
 with finished_file(Path(sys.argv[1])) as path:
     path.write_text("half")
     print("writing", flush=True)

@@ -55,7 +55,8 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, ids_by_shard, shard_of
 from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
-from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 

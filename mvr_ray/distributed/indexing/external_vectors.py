@@ -17,8 +17,9 @@ from mvr_ray.distributed.indexing.staging import EncodeTask, chunks_of, staged_c
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, Views, gather_rows
-from mvr_ray.store.files import Store, local_copy, sha256_of
+from mvr_ray.store.files import Store, local_copy
 from mvr_ray.store.formats.view_vectors import read_vectors, require_shape
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.types import EmbeddingBlock, Passage, Progress
 
 

@@ -24,7 +24,8 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.manifest import LEXICAL, QUERIES, FileEntry, Manifest, ShardEntry, ShardMeta
 
 log = logging.getLogger(__name__)

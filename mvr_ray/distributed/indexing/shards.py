@@ -32,8 +32,9 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
-from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.files import Store
 from mvr_ray.store.gc import GRACE_S
+from mvr_ray.store.local_files import link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
 

@@ -15,7 +15,7 @@ from time import monotonic
 
 from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
-from mvr_ray.store.files import drop_cached_sha256_of
+from mvr_ray.store.local_files import drop_cached_sha256_of
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
 from mvr_ray.errors import DigestError, StorageError
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.local_files import sha256_of
 from mvr_ray.store.runs import to_plain
 
 WeightsKind = Literal["step", "best", "snapshot"]

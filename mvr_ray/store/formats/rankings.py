@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, count_noun
-from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import BadRow, question_id
 from mvr_ray.store.formats.text_files import json_lines, open_text, plain_name
 from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import run_lines
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.store.parts import to_columns
 from mvr_ray.types import Question
 

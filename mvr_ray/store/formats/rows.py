@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.fields import TextCell, to_json
-from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     NUMBERED_ROWS,
@@ -34,6 +33,7 @@ from mvr_ray.store.formats.records import (
 )
 from mvr_ray.store.formats.text_files import csv_header, csv_rows, json_lines, open_text
 from mvr_ray.store.formats.training_rows import is_training_row, training_records
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import Passage, Progress, no_progress
 
 PARQUET_ROWS = 1024

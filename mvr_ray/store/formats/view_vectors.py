@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.embeddings import Dtype, arrow_rows, join_small_blocks
-from mvr_ray.store.files import finished_file
+from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
 
 TYPES = {"passage_id": pa.large_string(), "view": pa.int64(), "vector": pa.large_list(pa.float32())}
