@@ -72,7 +72,7 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
         raise MissingInputError(f"index {index!r} in {store.full_name} has no version; run `mvr-ray index CONFIG`")
     known_numbers = ", ".join(map(str, numbers))
     if version is not None and version not in numbers:
-        raise ConfigError(f"versions: index {index!r} has no version {version!r}; there are {known_numbers}")
+        raise MissingInputError(f"versions: index {index!r} has no version {version!r}; there are {known_numbers}")
     match action:
         case "list":
             return list_versions(store, index)

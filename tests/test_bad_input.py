@@ -404,6 +404,18 @@ def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once
     assert [len({hit["id"] for hit in row["ctxs"]}) for row in rows] == [NUM_PASSAGES, NUM_PASSAGES]
 
 
+def test_the_ending_of_a_ranking_names_its_format_unless_another_is_asked_for(
+    command: Said, config: str, tmp_path: Path
+) -> None:
+    (questions_file := tmp_path / "asked.txt").write_text("which river?\n")
+    for name, words in (("out.trec", []), ("out.jsonl", []), ("out.txt", []), ("other.trec", ["format=dpr"])):
+        assert command("retrieve", config, f"questions={questions_file}", f"output={tmp_path / name}", *words)[0] == 0
+    assert len((tmp_path / "out.trec").read_text().splitlines()[0].split()) == 6
+    assert "hits" in json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    for name in ("out.txt", "other.trec"):
+        assert "ctxs" in json.loads((tmp_path / name).read_text())[0]
+
+
 def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, config: str, tmp_path: Path) -> None:
     questions_file = tmp_path / "asked.jsonl"
     questions_file.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')

@@ -489,19 +489,20 @@ class Index:
         return versions.act(self.run, "list", None)
 
     def rollback(self, version: int) -> RollbackReport:
-        """Publish the content of an earlier version as a new one. Raises ConfigError for an unknown version."""
+        """Publish the content of an earlier version as a new one. Raises MissingInputError for an unknown
+        version."""
         report = versions.act(self.run, "rollback", version)
         self._follow()
         return report
 
     def verify(self, version: int | None = None) -> VerifyReport:
         """Compare every file of a version (None: the newest) with its digest; `problems` of the result names what is
-        damaged or missing, and what to do. Raises ConfigError for an unknown version."""
+        damaged or missing, and what to do. Raises MissingInputError for an unknown version."""
         return versions.act(self.run, "verify", version)
 
     def repair(self, version: int | None = None) -> "RepairReport":
         """Restore damaged files of a version (None: the newest) as far as it can be done without encoding. Raises
-        ConfigError for an unknown version."""
+        MissingInputError for an unknown version."""
         return versions.act(self.run, "repair", version)
 
     def collect(self) -> CollectReport:

@@ -60,7 +60,7 @@ for _name, _work in STAGES.items():
 def _check_format(arguments: Mapping[str, str]) -> None:
     from mvr_ray.store.formats.rankings import RankingFormat
 
-    if arguments.get("format", "dpr") not in get_args(RankingFormat):
+    if "format" in arguments and arguments["format"] not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={arguments['format']} is not one of {', '.join(get_args(RankingFormat))}")
 
 
@@ -68,16 +68,18 @@ def _check_format(arguments: Mapping[str, str]) -> None:
     "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|msmarco|pyserini|jsonl|parquet", _check_format
 )
 def retrieve(
-    run: "RunConfig", progress: "Progress", questions: str, output: str, format: "RankingFormat" = "dpr"
+    run: "RunConfig", progress: "Progress", questions: str, output: str, format: "RankingFormat | None" = None
 ) -> Any:
     """Rank passages for many questions into a file.
 
     `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|msmarco|pyserini|jsonl|parquet`; questions may be a
-    stored set.
+    stored set. Without format, output's ending .trec, .jsonl or .parquet decides, else the format is dpr.
     """
     from mvr_ray.distributed import retrieve as stage
+    from mvr_ray.store.formats.rankings import FORMAT_OF_ENDING
 
-    return stage.retrieve(run, questions, Path(output), format, progress)
+    path = Path(output)
+    return stage.retrieve(run, questions, path, format or FORMAT_OF_ENDING.get(path.suffix.lower(), "dpr"), progress)
 
 
 @stage_command("give questions=SET, a stored question set with gold passages that is not one of evaluate.questions")

@@ -285,6 +285,8 @@ class _JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def validate_and_handle(request: Request) -> Response:
+            if any(own.dependency is _require_admin for own in self.dependencies):
+                _require_admin(request)  # before the body is: who may not send it need not correct it
             json_request = _JsonRequest(request.scope, request.receive)
             if self.body_field is not None:
                 model: Any = self.body_field.field_info.annotation

@@ -54,9 +54,6 @@ class TokenStore:
 def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
     """Read the tokens of file and environment. Raises ConfigError naming the line or variable, never the token."""
     roles: dict[str, Role] = {}
-    for role, variable in VARIABLES.items():
-        if environ.get(variable):
-            _add(roles, role, environ[variable].strip(), variable)
     for number, line in enumerate(_lines(file) if file is not None else (), 1):
         where = f"serve.tokens_file {file} line {number}"
         match re.split(r"(?:^|\s)#", line)[0].split():
@@ -66,6 +63,11 @@ def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
                 _add(roles, role, token, where)
             case _:
                 raise ConfigError(f"{where} is not `read TOKEN` or `admin TOKEN`; {_HOW}")
+    if file is not None and not roles:
+        raise ConfigError(f"serve.tokens_file {file} holds no token; {_HOW}, or leave serve.tokens_file out")
+    for role, variable in VARIABLES.items():
+        if environ.get(variable):
+            _add(roles, role, environ[variable].strip(), variable)
     return TokenStore(dict(sorted(roles.items())))
 
 

@@ -11,11 +11,13 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
@@ -177,6 +179,23 @@ def _start_serve(run: RunConfig) -> int:
     return port
 
 
+def _shut_down_serve() -> None:
+    """Shut down Ray Serve, and do not wait for it once Ray's head has gone: service managers send SIGTERM to every
+    process of a service, and Serve waits half a minute for a controller that has ended, too."""
+    from mvr_ray.distributed.cluster.ray_internals import listens
+
+    def shut_down() -> None:
+        with suppress(RayError, TimeoutError):
+            serve.shutdown()
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    thread = threading.Thread(target=shut_down, name="mvr-serve-shutdown", daemon=True)
+    thread.start()
+    thread.join(_POLL_S)
+    while thread.is_alive() and (listens(host, port) or listens(host, port)):
+        thread.join(_POLL_S)
+
+
 def _end_orphan() -> None:
     """Shut down the Ray Serve that a killed `mvr-ray serve` left on the cluster, if it has no other application."""
     from mvr_ray.distributed.cluster.ray_internals import has_orphan
@@ -231,8 +250,9 @@ def with_full_paths(run: RunConfig) -> RunConfig:
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
-    Raises ConfigError, MissingInputError for a version that does not exist or lacks its encoder, and ShardIndexError
-    for one without the words that `search.hybrid` needs, before Ray starts; ResourceError where no replica starts.
+    Raises ConfigError, also outside the main thread, MissingInputError for a version that does not exist or lacks its
+    encoder, and ShardIndexError for one without the words that `search.hybrid` needs, before Ray starts; ResourceError
+    where no replica starts.
     HAProxy runs on this machine, and so must a proxy of Serve: in a running cluster, call this on the head.
     """
     from mvr_ray.distributed.cluster.ray_internals import environment
@@ -240,6 +260,8 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import require_words
 
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("serve: a signal ends the server, and only the main thread receives one; call it there")
     tokens = load_tokens(run)
     store = Store(run.store.path)
     run = with_full_paths(run)
@@ -264,6 +286,8 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
             say("stopping")
             proxy.stop()
         finally:
-            serve.shutdown()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            try:
+                _shut_down_serve()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)

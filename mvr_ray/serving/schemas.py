@@ -158,7 +158,7 @@ class EmbeddingsRequest(RequestModel):
     """A request in the shape of OpenAI's: vectors of the index's encoder, as for questions."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "encoder", "input": ["Who built it?"], "encoding_format": "float"}]}
+        json_schema_extra={"examples": [{"input": ["Who built it?"], "encoding_format": "float"}]}
     )
 
     model: str | None = None
@@ -556,6 +556,8 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
     if field == "filter":
         hint = 'give one such as {"year": {"gte": 1958}}, or leave it out'
         return RequestError(422, "wrong_type", field, "a filter is an object of fields and conditions", hint)
+    if kind == "too_short" and field == "input":
+        return RequestError(422, "empty_text", field, "there is no text in input", "send a text with words in it")
     if kind == "too_short":  # every limit of that kind is 1
         return RequestError(422, "wrong_value", field, f"{field} is empty", "give at least one")
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")

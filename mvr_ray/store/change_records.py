@@ -11,6 +11,7 @@ passages have the same `fields` (`prepare.sources`), a row may have its parts un
 `id_prefix`, it goes before the id of a row that lacks it.
 """
 
+import difflib
 import itertools
 import logging
 from collections import Counter
@@ -219,8 +220,8 @@ def _typed_values(record: FieldsRecord, corpus: Corpus) -> FieldsRecord | BadRow
 
 
 def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Content]:
-    """Read records of changes. A value that is no field of the corpus is left out, with a warning where
-    `prepare.fields` names it or does not name those to keep."""
+    """Read records of changes. A value that is no field of the corpus is left out, with a warning for those of
+    `_unknown_fields`."""
     changes, fields = Changes[Content]({}, set()), FieldReader(corpus.fields)
     place_of: dict[str, str] = {}
     filtered_ids = set[str]()
@@ -231,9 +232,7 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
             filtered_ids.update(map(source_id, ids) if cfg.chunk_words else ids)
             continue
         if isinstance(record, PassageRecord):
-            unknown_fields.update(
-                name for name, value in record.extras.items() if name not in corpus.fields and value is not None
-            )
+            unknown_fields.update(_unknown_fields(record, corpus, cfg))
             record = with_fields(record, fields.read)
         elif isinstance(record, FieldsRecord):
             record = _typed_values(record, corpus)
@@ -250,14 +249,24 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
         else:
             changes.deletions.add(name)
     changes.deletions.update(filtered_ids - changes.upserts.keys())
-    names = [name for name in unknown_fields if cfg.fields == "infer" or name in cfg.fields]
-    if names:
-        counts = ", ".join(f"{name!r} of {count_noun(unknown_fields[name], 'passage')}" for name in names)
+    if unknown_fields:
+        counts = ", ".join(f"{name!r} of {count_noun(count, 'passage')}" for name, count in unknown_fields.items())
         log.warning(
-            f"update: no field of corpus {corpus.name!r}, and left out: {counts}; prepare the corpus again from "
-            f"sources that have them to add them"
+            f"update: no field of corpus {corpus.name!r} ({', '.join(corpus.fields) or 'it has none'}), and left out: "
+            f"{counts}; correct the names, or prepare the corpus again from sources that have them to add them"
         )
     return changes
+
+
+def _unknown_fields(record: PassageRecord, corpus: Corpus, cfg: PrepareConfig) -> Iterator[str]:
+    """Yield the names of values that are no field of the corpus: of all, where `prepare.fields` does not name those to
+    keep; else of those that it names, and of those that look like a field that the row lacks."""
+    absent_fields = [name for name in corpus.fields if name not in record.extras]
+    for name, value in record.extras.items():
+        if name not in corpus.fields and value is not None:
+            is_kept = cfg.fields == "infer" or name in cfg.fields
+            if is_kept or difflib.get_close_matches(name, absent_fields, n=1):
+                yield name
 
 
 def _parse_filter(record: FilteredDeletion, corpus: Corpus) -> Filter:

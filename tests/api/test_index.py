@@ -659,7 +659,7 @@ def test_versions_are_verified_repaired_and_collected_in_python(index: Index):
         file.write_bytes(b"damage")
         assert own.verify().problems and own.repair().repairs
         for call in (own.verify, own.repair):
-            with pytest.raises(ConfigError, match=r"no version 1; there are 4, 5"):
+            with pytest.raises(MissingInputError, match=r"no version 1; there are 4, 5"):
                 call(1)
 
 

@@ -136,6 +136,21 @@ def test_a_training_reads_the_passages_of_the_live_version_after_a_roll_back(ind
     assert train().fingerprint == before.fingerprint and not steps
 
 
+def no_tensor(*tensors, **settings):
+    return 3.0
+
+
+def loss_of_each_question(queries_QD, *tensors, **settings):
+    return queries_QD.sum(1)
+
+
+def test_a_loss_that_is_no_tensor_of_one_number_is_refused(index: Index):
+    with pytest.raises(ConfigError, match=r"the function of loss returned 3\.0; return one tensor of one number"):
+        index.train("towers", loss=no_tensor, **STEPS)
+    with pytest.raises(ConfigError, match=r"returned a tensor of shape \(\d+,\); return one tensor of one number"):
+        index.train("towers", loss=loss_of_each_question, **STEPS)
+
+
 def test_a_loss_without_a_source_and_one_for_another_task_are_refused(index: Index):
     for no_function in (functools.partial(own_mvr_loss), index.search):
         with pytest.raises(ConfigError, match=r"is not a function whose source can be read"):

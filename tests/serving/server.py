@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import yaml
@@ -49,7 +50,7 @@ def command(
     run: RunConfig, folder: Path, *, private: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """`mvr-ray serve` over a run, in the session's cluster or a private one, which answers, and the lines that it has
-    written.
+    written. A private one and the command are a process group of their own.
 
     What fails in the block fails the test, and does not leave it waiting for the server.
     """
@@ -63,7 +64,8 @@ def command(
 
         environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     arguments = [sys.executable, "-c", COMMAND, "serve", str(file)]
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": private}
+    with subprocess.Popen(arguments, env=environment, **options) as server:
         try:
             lines: list[str] = []
             for line in server.stderr:

@@ -47,6 +47,13 @@ def test_a_file_that_is_not_there_is_an_error_and_not_an_open_door(tmp_path) -> 
         read_tokens(str(tmp_path / "none"), {})
 
 
+@pytest.mark.parametrize("text", ["", "\n", f"# read {READ}\n"])
+def test_a_file_without_a_token_is_an_error_and_not_an_open_door(tmp_path, text) -> None:
+    (file := tmp_path / "tokens").write_text(text)
+    with pytest.raises(ConfigError, match="tokens holds no token; make one with"):
+        read_tokens(str(file), {"MVR_RAY_READ_TOKEN": READ})
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_the_loopback_needs_no_token(host) -> None:
     assert is_loopback(host)

@@ -55,6 +55,8 @@ def test_what_cannot_be_embedded_is_an_error_of_the_client_that_names_the_field(
         ({"model": "words", "input": [1, 2]}, openai.UnprocessableEntityError, "not_a_text", "token numbers"),
         ({"model": "words", "input": [[1], [2]]}, openai.UnprocessableEntityError, "not_a_text", "token numbers"),
         ({"model": "words", "input": "  "}, openai.UnprocessableEntityError, "empty_text", "empty"),
+        ({"model": "words", "input": ""}, openai.UnprocessableEntityError, "empty_text", "no text"),
+        ({"model": "words", "input": []}, openai.UnprocessableEntityError, "empty_text", "no text"),
         ({"model": "words", "input": 5 * ["x"]}, openai.UnprocessableEntityError, "too_many_texts", "5 texts"),
     ]
     for arguments, kind, code, words in cases:

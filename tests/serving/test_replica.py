@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from in_memory_index import InMemoryIndex
 from ray import serve
 from version_store import version_catalog
@@ -128,7 +130,12 @@ def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_server_and_a_second_one_changes_nothing(tmp_path, monkeypatch, number: signal.Signals) -> None:
+    """Nor does a Serve that does not end: its controller may have gone."""
     calls: list[str] = []
+
+    def shutdown() -> None:
+        calls.append("shut down")
+        raise TimeoutError
 
     class SignallingProxy:
         def start(self, port: int) -> None:
@@ -146,11 +153,17 @@ def test_a_signal_ends_a_server_and_a_second_one_changes_nothing(tmp_path, monke
     monkeypatch.setattr(session, "connect", lambda resources: contextlib.nullcontext())
     monkeypatch.setattr(replica, "_start_serve", lambda run: 7)
     monkeypatch.setattr(replica, "_deploy", lambda run, version, tokens, port: None)
-    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shut down"))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr(serve, "shutdown", shutdown)
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     serve_until_interrupted(library_run(tmp_path), None, calls.append)
     assert calls[1:2] == ["started over 7"] and calls[-3:] == ["stopping", "stopped", "shut down"]
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_server_is_refused_at_once_where_no_signal_could_end_it(tmp_path) -> None:
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match="only the main thread receives one"):
+        threads.submit(serve_until_interrupted, library_run(tmp_path), None, print).result()
 
 
 @pytest.mark.parametrize("text", ["this would wait for ever: no CPU", "No module named 'mvr_ray'"])

@@ -259,6 +259,23 @@ def test_the_command_starts_again_where_it_was_killed_and_then_ends_without_a_wo
         assert probe.connect_ex(("127.0.0.1", server.run.serve.port)) != 0
 
 
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_signal_to_every_process_of_a_server_ends_it_as_one_to_the_command(
+    small_index, run_over, serve_turn, tmp_path
+):
+    """Service managers send SIGTERM so, and Serve would wait half a minute for its controller, which has ended, too."""
+    run = run_over(small_index, serve={"port": free_ports(1)[0]})
+    with command(run, tmp_path, private=True) as (process, output):
+        start_s = time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)
+        output += process.stderr
+        process.wait(60)
+    assert process.returncode == 0 and output[-1] == "stopping\n", "".join(output)
+    assert time.monotonic() - start_s < 25, "Serve waits 30 s"
+
+
 NO_PROXY = """
 import sys
 import time

@@ -375,6 +375,21 @@ def test_two_writers_of_different_fields_of_a_passage_both_win(store: Store, wri
     assert update(FIELDS, store, year).unchanged == 1
 
 
+@pytest.mark.parametrize(
+    ("extras", "has_warning"), [({"yaer": 3}, True), ({"yaer": 3, "year": 2}, False), ({"x": 1}, False)]
+)
+def test_a_value_that_looks_like_a_field_that_its_row_lacks_is_named_in_a_warning(
+    tmp_path: Path, write: Write, caplog, extras: dict, has_warning: bool
+):
+    """Other values are not to be kept, where the run file names the fields."""
+    store = Store(tmp_path / "store")
+    with_fields(write, store, row("a", "one") | {"year": 1})
+    update(FIELDS, store, str(write("c.jsonl", lines(row("a", "one") | extras))))
+    message = "update: no field of corpus 'corpus' (year, tags), and left out: 'yaer' of 1 passage; correct the names"
+    assert (message in caplog.text) is has_warning
+    assert ("left out" in caplog.text) is has_warning
+
+
 SETS = {"year": {"year": 2}, "tags": {"tags": None}}
 
 

@@ -207,8 +207,11 @@ class RetrieverLoop(StepLoop):
                 answer_share=self.cfg.answer_share,
                 known_QP=torch.from_numpy(batch.known_QP).to(self.device),
             )
-            if isinstance(terms, Tensor):
+            if isinstance(terms, Tensor) and terms.numel() == 1:
                 terms = losses.LossTerms(terms, terms.detach(), torch.zeros_like(terms))
+            if not isinstance(terms, losses.LossTerms):
+                what = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else f"{terms!r:.60}"
+                raise ConfigError(f"train: the function of loss returned {what}; return one tensor of one number")
             if not self.cfg.distil_weight:
                 return terms
             teacher_QP = torch.from_numpy(batch.teacher_QP).to(self.device)

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
+FORMAT_OF_ENDING: dict[str, RankingFormat] = {".trec": "trec", ".jsonl": "jsonl", ".parquet": "parquet"}
 HIT_FORMATS = ("trec", "msmarco", "parquet")
 """Formats of one row a hit, which cannot hold a question without any."""
 PARQUET_QUESTIONS = 256
