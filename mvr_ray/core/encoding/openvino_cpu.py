@@ -15,13 +15,13 @@ precision on the processor. Only the calibration needs NNCF.
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
 
-import io
 import logging
+import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,7 @@ from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
 from mvr_ray.core.encoding.tower import Tower, quiet_transformers
 from mvr_ray.core.encoding.unpadded_cpu import Means, thread_pool
 from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.core.threads import MODEL_LOCK
 from mvr_ray.errors import EncoderError
 
 INSTALL = "pip install 'mvr-ray[openvino]'"
@@ -67,9 +68,13 @@ class OpenVinoTower:
     """
 
     def __init__(self, tower: Tower, products: str | None, files: Mapping[str, NDArray[np.uint8]] | None) -> None:
-        openvino = import_openvino()
         self.tower, self.dimension = tower, tower.dimension
-        self._threads = torch.get_num_threads()
+        self._threads, self._process = torch.get_num_threads(), os.getpid()
+        with MODEL_LOCK:
+            self._compile(tower, products, files)
+
+    def _compile(self, tower: Tower, products: str | None, files: Mapping[str, NDArray[np.uint8]] | None) -> None:
+        openvino = import_openvino()
         settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": self._threads, "NUM_STREAMS": self._threads}
         core = _core()
         if products is not None:
@@ -91,11 +96,17 @@ class OpenVinoTower:
             self._requests.put(request)
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """Average the states of each view's tokens, in float32.
+        """Average the states of each view's tokens, in float32. Raises EncoderError in a fork of the process that
+        compiled the model, whose threads it lacks.
 
         Each Python thread waits for its own request. A callback would run on a thread of OpenVINO and could deadlock:
         it waits for the interpreter while the interpreter, freeing the model, waits for it.
         """
+        if os.getpid() != self._process:
+            raise EncoderError(
+                "this process is a fork of one that has embedded passages, and lacks its threads; start processes by "
+                "spawn, as multiprocessing.get_context('spawn') does"
+            )
         shape = (len(batch), num_views)
         views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
@@ -117,7 +128,7 @@ class OpenVinoTower:
 
 @cache
 def _core() -> Any:
-    """Make OpenVINO's core, one for the life of the process.
+    """Make OpenVINO's core, one for the life of the process; callers hold MODEL_LOCK.
 
     Its CPU plugin takes the signal stack of the thread that loads it, and unmaps it at its end. If that end comes on
     another thread, or before the end of a core that was made later, signals stay directed at the unmapped stack, and
@@ -132,7 +143,7 @@ def to_openvino(tower: Tower) -> Any:
     example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
     shapes = [openvino.PartialShape([-1, -1])] * len(example)
     training = tower.training
-    with torch.no_grad(), warnings.catch_warnings(), quiet_transformers():
+    with MODEL_LOCK, torch.no_grad(), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")  # about values that a trace fixes: all that varies by text is an input
         model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
     tower.train(training)
@@ -155,10 +166,9 @@ def quantize(
             f"index.precision to fp32"
         )
     model = to_openvino(tower)
-    with without_telemetry(), redirect_stdout(io.StringIO()):  # nncf draws its progress on stdout
+    with MODEL_LOCK, without_telemetry(), _quiet_nncf():
         import nncf
 
-        logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
         fix = nncf.OverflowFix.ENABLE if seven_bits else nncf.OverflowFix.FIRST_LAYER
         parameters = nncf.AdvancedQuantizationParameters(overflow_fix=fix)
@@ -166,6 +176,26 @@ def quantize(
             model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER, advanced_parameters=parameters
         )
     return _to_files(int8_model)
+
+
+@contextmanager
+def _quiet_nncf() -> Iterator[None]:
+    """Disable nncf's progress bars, which it draws on stdout, and its messages below errors."""
+    from nncf.common.logging import track_progress
+
+    class HiddenProgress(track_progress.Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options | {"disable": True})
+
+    logger, progress = logging.getLogger("nncf"), track_progress.Progress
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
+    track_progress.Progress = HiddenProgress
+    try:
+        yield
+    finally:
+        track_progress.Progress = progress
+        logger.setLevel(level)
 
 
 def _to_files(model: Any, halve: bool = False) -> dict[str, NDArray[np.uint8]]:

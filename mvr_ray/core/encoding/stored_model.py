@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mvr_ray.checksums import json_with_checksum, parse_json
+from mvr_ray.core.threads import MODEL_LOCK
 from mvr_ray.errors import AccessError, FingerprintError, MvrRayError, first_line
 
 FORMAT_VERSION = 1
@@ -41,7 +42,10 @@ class InferenceCache:
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
         entry = self._prepared.get((id(module), name))
         if entry is None or entry[0] != state:
-            entry = self._prepared[id(module), name] = (state, prepare())
+            with MODEL_LOCK:
+                entry = self._prepared.get((id(module), name))  # another thread may have prepared them meanwhile
+                if entry is None or entry[0] != state:
+                    entry = self._prepared[id(module), name] = (state, prepare())
         return entry[1]
 
 

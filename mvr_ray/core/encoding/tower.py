@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.model_folder import SentenceModules
 from mvr_ray.core.encoding.pooling import Heads, Pooling
+from mvr_ray.core.threads import MODEL_LOCK
 from mvr_ray.errors import EncoderError
 
 VIEWERS_FILE = "viewers.safetensors"
@@ -379,15 +380,17 @@ def _canonical_tokenizer(text: str) -> bytes:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Disable transformers' progress bars and loading reports; callers check what these report."""
+    """Disable transformers' progress bars and loading reports, in one thread at a time; callers check what these
+    report."""
     from transformers.utils import logging as transformers_logging
 
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    with MODEL_LOCK:
+        verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            if bars:
+                transformers_logging.enable_progress_bar()

@@ -13,9 +13,10 @@ Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D d
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,13 +180,20 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     def begin() -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
-        ready.wait()
+        with suppress(BrokenBarrierError):
+            ready.wait()
 
     pool = ThreadPoolExecutor(threads, "mvr_ray-forward", begin)
-    for _ in range(threads):
-        pool.submit(int)
-    ready.wait()
-    torch.set_num_threads(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(int)
+        ready.wait()
+    except BaseException:  # such as no memory for a thread, or Ctrl-C: those that wait would outlast the program
+        ready.abort()
+        pool.shutdown(wait=False)
+        raise
+    finally:
+        torch.set_num_threads(threads)
     return pool
 
 
