@@ -83,6 +83,27 @@ def test_work_stays_where_it_began_and_what_needs_ray_within_it_runs_there(monke
     assert session.in_ray()
 
 
+def test_the_variables_of_sessions_that_overlap_stay_until_the_last_ends(monkeypatch):
+    monkeypatch.setattr(session, "_variables", ExitStack())
+    monkeypatch.setattr(session, "_num_blocks", 0)  # other tests of this process may have joined a cluster
+    monkeypatch.setattr(session, "has_session", lambda: True)  # of other code
+    monkeypatch.setattr(session, "_num_users", 0)
+    monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
+    for name in session._ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    before = dict(os.environ)
+    first, second = ExitStack(), ExitStack()
+    for stack in (first, second):
+        stack.enter_context(connect(ResourcesConfig()))
+    during = before | {**session._ENVIRONMENT, "TOKENIZERS_PARALLELISM": "true"}
+    assert os.environ == during
+    first.close()
+    assert os.environ == during
+    second.close()
+    assert os.environ == before
+
+
 def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if "head" in record.getMessage()]
@@ -470,6 +491,42 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
     command = [sys.executable, "-c", TERMINATED_AT_START]
     child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
+
+
+BEFORE_AND_AFTER = """
+import json, os, signal
+from ray._private import worker
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.cluster.session import connect
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "print": worker.print_to_stdstream.__module__,
+        "SIGTERM": str(signal.getsignal(signal.SIGTERM)),
+    }
+
+states = [state()]
+for _ in range(2):
+    with connect(ResourcesConfig(local_cpus=2)):
+        states.append(state())
+    states.append(state())
+print(json.dumps(states))
+"""
+
+
+@pytest.mark.ray
+def test_a_process_is_as_before_once_it_has_left_a_session(tmp_path: Path):
+    """A Ray session of its own would print nothing of its tasks, and SIGTERM would stay Ray's."""
+    command = [sys.executable, "-c", BEFORE_AND_AFTER]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TOKENIZERS_"))}
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
+    assert child.returncode == 0, child.stderr
+    before, *others = json.loads(child.stdout)
+    assert (before["print"], before["SIGTERM"]) == ("ray._private.worker", str(signal.SIG_DFL))
+    for during, after in (others[:2], others[2:]):
+        assert all(during[name] != before[name] for name in before)
+        assert after == before
 
 
 JOINING = """

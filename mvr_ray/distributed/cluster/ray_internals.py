@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -138,12 +140,31 @@ def silent_stderr() -> Iterator[None]:
         os.close(original)
 
 
-def log_worker_messages() -> None:
-    """Redirect Ray's messages about workers from stdout to this package's log.
+@contextmanager
+def log_worker_messages() -> Iterator[None]:
+    """Redirect Ray's messages about workers from stdout to this package's log until the block ends.
 
-    A worker's death is one warning; the full texts, which repeat with every retried call, are INFO lines.
+    A worker's death is one warning; the full texts, which repeat with every retried call, are INFO lines. A session of
+    other code after the block prints what its workers print.
     """
-    worker.print_to_stdstream = _log_worker_message
+    before, worker.print_to_stdstream = worker.print_to_stdstream, _log_worker_message
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
+
+
+@contextmanager
+def default_sigterm() -> Iterator[None]:
+    """Reset SIGTERM to its default action after the block if Ray's handler has replaced it, as far as this is the main
+    thread. The handler stays within the block: it raises SystemExit, which ends a cluster; the default would not."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        is_of_ray = getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == worker.__name__
+        if before is signal.SIG_DFL and is_of_ray and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _log_worker_message(data: dict[str, Any], ignore_prefix: bool) -> None:  # the signature is Ray's

@@ -38,18 +38,19 @@ from mvr_ray.store.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
-# Training workers keep the driver's working directory, so that relative store paths agree.
+# Training workers keep the driver's working directory, so that relative store paths agree. Ray reads these variables
+# when a session begins or later, none at its import.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ code writes errors to the terminal that no user can act on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_ROTATION_MAX_BYTES": "100000000",  # of the log of a worker, which has no bound without it
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_BREAKPOINT = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}
+"""What Ray sets in a driver itself, and does not restore."""
 PRIVATE_LABEL = "mvr-ray/private"
 """Label of the node of a private cluster, whose searchers listen only on the loopback."""
 FOLDER_PREFIX = "mvr-"
@@ -66,6 +67,8 @@ T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
 _session, _num_users, _session_lock = ExitStack(), 0, threading.RLock()
 """The session that this process entered, the number of its users, and the lock of both."""
+_variables, _num_blocks = ExitStack(), 0
+"""The environment of the blocks that are in a session, also in one of other code, and their number; the same lock."""
 _stays_local: ContextVar[bool] = ContextVar("mvr_ray_stays_local", default=False)
 """Whether the work of this thread began in this process. The threads of its pools never ask."""
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
@@ -169,9 +172,10 @@ def connect(
 
     Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. The exit,
     also by Ctrl-C, leaves only a cluster that was joined or started here, and only the last exit of several that
-    overlap: threads, and indexes that are open at once, share a session. `dashboard` is for Ray Train and the state
-    API on a private cluster. Raises ResourceError when the cluster cannot be reached or started, or cannot place the
-    needs (`require`).
+    overlap: threads, and indexes that are open at once, share a session. That exit also restores what the session
+    changes in this process: environment variables, Ray's printing, and on the main thread the handler of SIGTERM.
+    `dashboard` is for Ray Train and the state API on a private cluster. Raises ResourceError when the cluster cannot be
+    reached or started, or cannot place the needs (`require`).
     """
     local = num_passages is not None and not needs_ray(resources, num_passages)
     with nullcontext() if local else ray_session(resources, dashboard=dashboard), staying_local(local):
@@ -188,8 +192,6 @@ def ray_session(resources: ResourcesConfig, *, dashboard: bool = False) -> Abstr
             f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit "
             f"the stage as a job with RAY_API_SERVER_ADDRESS={address}"
         )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     enter = partial(_join_cluster, address) if address else partial(_private, resources, dashboard)
     return _share_session(enter)
 
@@ -199,18 +201,53 @@ def _share_session(enter: Callable[[], AbstractContextManager[None]]) -> Iterato
     """Enter a session unless this process is in one. The last of those who use it here leaves it, unless other code
     had entered it."""
     global _num_users
+    with _session_environment():
+        with _session_lock:
+            is_own = _num_users > 0 or not has_session()
+            if not has_session():
+                _session.enter_context(_restore_process(enter))
+            _num_users += is_own
+        try:
+            yield
+        finally:
+            with _session_lock:
+                _num_users -= is_own
+                if is_own and not _num_users:
+                    _session.close()
+
+
+@contextmanager
+def _session_environment() -> Iterator[None]:
+    """Set the variables of `_ENVIRONMENT` that are not set; the last of several blocks that overlap restores them."""
+    from mvr_ray.distributed.cluster.ray_internals import environment
+
+    global _num_blocks
     with _session_lock:
-        is_own = _num_users > 0 or not has_session()
-        if not has_session():
-            _session.enter_context(enter())
-        _num_users += is_own
+        if not _num_blocks:
+            _variables.enter_context(environment(_ENVIRONMENT, replace=False))
+        _num_blocks += 1
     try:
         yield
     finally:
         with _session_lock:
-            _num_users -= is_own
-            if is_own and not _num_users:
-                _session.close()
+            _num_blocks -= 1
+            if not _num_blocks:
+                _variables.close()
+
+
+@contextmanager
+def _restore_process(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter a session, and restore after it what Ray and this package change in the process: other code may have
+    sessions of its own."""
+    from mvr_ray.distributed.cluster import ray_internals
+
+    with (
+        ray_internals.environment(_BREAKPOINT),
+        ray_internals.log_worker_messages(),
+        ray_internals.default_sigterm(),
+        enter(),
+    ):
+        yield
 
 
 def close_before_leaving(stream: Generator[T]) -> Generator[T]:
@@ -260,7 +297,6 @@ def _join_cluster(address: str) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
     announce(f"joining the Ray cluster at {address}")
-    ray_internals.log_worker_messages()
     _require_listener(address)
     is_loopback = ray_internals.listens_on_loopback_alone(address)
     before = os.environ.get("RAY_AUTH_MODE")
@@ -322,7 +358,8 @@ def warn_without_head(address: str, interval_s: float = _HEAD_CHECK_S) -> Abstra
 
 
 def _init_ray(**options: Any) -> None:
-    """Call `ray.init` without its output, and restore this process's SIGTERM handler, if any, which it replaces."""
+    """Call `ray.init` without its output, and restore this process's SIGTERM handler, if any, which it replaces: where
+    there is none, Ray's stays until the session ends."""
     import ray
 
     from mvr_ray.distributed.cluster.ray_internals import silent_stderr
@@ -354,7 +391,6 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     from mvr_ray.distributed.cluster import ray_internals
 
     announce("starting Ray on this machine, which takes seconds")
-    ray_internals.log_worker_messages()
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))
     cpus = _private_cpus(resources)
