@@ -8,7 +8,7 @@ Shapes: Q queries, N vectors, F fetched, D dimension.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import faiss
@@ -47,8 +47,7 @@ class FaissIndex(ApproximateIndex):
         threads: int | None = None,
     ) -> None:
         super().__init__(blocks, folder, rows, threads=threads)
-        if threads is not None:
-            faiss.omp_set_num_threads(threads)
+        self.threads = threads
         self.on_gpu = device != "cpu"
         self.index = self._open(folder / FAISS_FILE, params) if self.num_vectors else None
         if self.index is not None and self.on_gpu:
@@ -71,7 +70,7 @@ class FaissIndex(ApproximateIndex):
         num_lists = searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
         failure = f"Faiss cannot build {params.factory!r} over {num_vectors} vectors in {folder}"
         advice = "; use a smaller factory, fewer shards, or index.kind=flat"
-        with _one_thread(), translate_library_errors(failure, advice):
+        with _threads(1), translate_library_errors(failure, advice):
             if not index.is_trained:
                 index.train(_sample(blocks, num_vectors, num_trained_on(num_vectors, num_lists)))
             for vectors_ND in float32_vectors(blocks):
@@ -86,7 +85,7 @@ class FaissIndex(ApproximateIndex):
         """Write a copy of the index file of `source` with new vectors; deleted vectors stay in it, with labels of
         DELETED. Lists, codes and transforms are those of the first build."""
         with (
-            _one_thread(),
+            _threads(1),
             translate_library_errors(f"Faiss cannot add {len(new_ND)} vectors to {source / FAISS_FILE}"),
         ):
             index = faiss.read_index(str(source / FAISS_FILE))
@@ -118,7 +117,8 @@ class FaissIndex(ApproximateIndex):
 
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         assert self.index is not None, "a shard without vectors has no nearest ones"
-        return self.index.search(queries_QD, fetch)[1]
+        with nullcontext() if self.threads is None else _threads(self.threads):
+            return self.index.search(queries_QD, fetch)[1]
 
 
 def _make(factory: str, dimension: int) -> faiss.Index:
@@ -176,10 +176,12 @@ def _to_gpu(index: faiss.Index, device: str, factory: str) -> faiss.Index:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
+def _threads(count: int) -> Iterator[None]:
+    """Set the number of OpenMP's threads for work that this thread begins in the block, and restore it afterwards:
+    OpenMP keeps a number for each thread. It takes a microsecond."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(count)
     try:
         yield
     finally:
-        faiss.omp_set_num_threads(num_threads)
+        faiss.omp_set_num_threads(before)

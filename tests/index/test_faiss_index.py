@@ -1,6 +1,7 @@
 """Checks what is particular to Faiss: mapped files, settings that reach the index, training on a sample."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import faiss
@@ -11,6 +12,7 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import faiss_index
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import build_index, check_params, open_index
+from mvr_ray.types import FloatArray, IntArray
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "IVF8,PQ4x4fs", "HNSW8", "PCA8,SQ8"])
@@ -74,6 +76,38 @@ def test_building_leaves_the_thread_setting_alone(shard, tmp_path):
         assert faiss.omp_get_max_threads() == 3
     finally:
         faiss.omp_set_num_threads(before)
+
+
+def test_a_search_has_the_threads_of_its_index_in_any_thread_and_leaves_the_setting_alone(shard, queries, tmp_path):
+    blocks, params = shard(4, 600, 1, palette="gaussian", gaps=False), IndexParams("faiss", "IVF8,Flat")
+    build_index(params, blocks, tmp_path)
+    counts: list[int] = []
+
+    def open_and_search(threads: int | None) -> None:
+        index = open_index(params, blocks, tmp_path, threads=threads)
+        counts.append(faiss.omp_get_max_threads())
+        assert index.index is not None
+        search = index.index.search
+
+        def count_and_search(queries_QD: FloatArray, fetch: int) -> tuple[FloatArray, IntArray]:
+            counts.append(faiss.omp_get_max_threads())
+            return search(queries_QD, fetch)
+
+        index.index.search = count_and_search
+        index.search(queries(4, 3), 5)
+        counts.append(faiss.omp_get_max_threads())
+        with ThreadPoolExecutor(1, initializer=faiss.omp_set_num_threads, initargs=(5,)) as pool:
+            pool.submit(index.search, queries(4, 3), 5).result(60)
+            counts.append(pool.submit(faiss.omp_get_max_threads).result(60))
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(3)
+    try:
+        open_and_search(2)
+        open_and_search(None)
+    finally:
+        faiss.omp_set_num_threads(before)
+    assert counts == [3, 2, 3, 2, 5, 3, 3, 3, 5, 5]
 
 
 @pytest.mark.parametrize("device", ["cuda:77"])
