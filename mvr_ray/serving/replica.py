@@ -277,9 +277,9 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
             _deploy(run, version, tokens, port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
-            say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, lambda number, _: signals.append(number))
+            say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
             while not signals:
                 time.sleep(_POLL_S)
                 proxy.restart_if_ended()
