@@ -46,7 +46,7 @@ KINDS = ["bert", "roberta", "xlm-roberta", "distilbert"]
 def on_gpu(monkeypatch):
     """This machine's CPU is taken for a GPU: the same code, without its kernels."""
     monkeypatch.setattr(precision, "_on_gpu", lambda tower: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +94,7 @@ def test_what_a_gpu_cannot_do_is_told_by_whoever_lowers_for_it(tiny, monkeypatch
     distil = DualEncoder.from_backbone(tiny("distilbert"), SPEC)
     assert distil.to_precision("bf16", gpu=True).fingerprint != distil.fingerprint
     monkeypatch.setattr(precision, "_on_gpu", lambda tower: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     with pytest.raises(EncoderError, match="a GPU that multiplies bfloat16"):
         bert.to_precision("bf16")
 

@@ -188,7 +188,7 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(
         assert again.metrics["encoded"] == 0 and (again.shards == live.shards or name == "two")
     for has_bf16 in (True, False):
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation, has_bf16=has_bf16: has_bf16)
         is_kept = first == "fp32" or (first == "bf16" and has_bf16)
         caplog.clear()
         assert resolve_encoder(on_gpus).fingerprint == (live.encoder_fingerprint if is_kept else full.fingerprint)

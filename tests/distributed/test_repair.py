@@ -175,8 +175,19 @@ def test_an_index_of_a_corpus_that_has_changed_since_is_not_cured_by_another_one
     flip_byte(folder_of(tmp_path, first, 0) / paths.EMBEDDINGS)
     [row] = repair(store, first).repairs
     assert row.cure == (
-        "version 2 does not need it: mvr-ray versions CONFIG rollback 2; or index the last corpus: mvr-ray index CONFIG"
+        "the live version 2 does not need it; to have version 1 back, index the last corpus: mvr-ray index CONFIG"
     )
+
+
+def test_a_version_that_is_damaged_itself_is_no_cure(tmp_path: Path):
+    store = Store(str(tmp_path))
+    oldest = publish_random_index(tmp_path, random_views(60, 3), 1)
+    middle = publish_random_index(tmp_path, random_views(60, 4), 1, parent=1)
+    last = publish_random_index(tmp_path, random_views(60, 5), 1, parent=2)
+    truncate(folder_of(tmp_path, middle, 0) / paths.EMBEDDINGS)
+    flip_byte(folder_of(tmp_path, last, 0) / paths.EMBEDDINGS)
+    [row] = repair(store, last).repairs
+    assert row.cure.startswith(f"version {oldest.version} does not need it: ")
 
 
 def test_a_version_that_shares_the_lost_file_by_a_hard_link_is_no_cure(tmp_path: Path):

@@ -494,14 +494,17 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
 
 
 BEFORE_AND_AFTER = """
-import json, os, signal
+import json, logging, os, signal
+import ray.data
 from ray._private import worker
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.cluster.ray_data import map_in_pool
 from mvr_ray.distributed.cluster.session import connect
 
 def state():
     return {
         "environment": dict(os.environ),
+        "pipelines": logging.getLogger("ray.data").level,
         "print": worker.print_to_stdstream.__module__,
         "SIGTERM": str(signal.getsignal(signal.SIGTERM)),
     }
@@ -509,6 +512,7 @@ def state():
 states = [state()]
 for _ in range(2):
     with connect(ResourcesConfig(local_cpus=2)):
+        assert list(map_in_pool(lambda: len, {}, ["a", "bc"], ResourcesConfig(encoders_max=1), "sizes")) == [1, 2]
         states.append(state())
     states.append(state())
 print(json.dumps(states))

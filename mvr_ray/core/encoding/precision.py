@@ -174,6 +174,6 @@ def missing_on_gpu(precision: PrecisionName, has_gpu: bool) -> str:
     one, which is asked."""
     if precision in ON_OPENVINO:
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
-    if precision == "bf16" and has_gpu and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and has_gpu and not multiplies_bf16(torch.device("cuda")):
         return "a GPU that multiplies bfloat16, and this one does not"
     return ""

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,25 @@ def stream_rows(pipeline: "ray.data.Dataset", what: str) -> Iterator[dict[str, A
     """Yield the pipeline's rows in the order of completion. `what` names the work in errors."""
     pipeline.context.enable_progress_bars = False
     pipeline.context.raise_original_map_exception = True
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    session.enter_until_left(_errors_not_logged())
 
     def rows() -> Generator[dict[str, Any]]:
         with translate_ray_errors(what):
             yield from pipeline.iter_rows()
 
     return session.close_before_leaving(rows())
+
+
+@contextmanager
+def _errors_not_logged() -> Iterator[None]:
+    """Keep Ray Data from logging the errors that it raises."""
+    logger = logging.getLogger("ray.data")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def map_in_pool(

@@ -235,6 +235,12 @@ def _session_environment() -> Iterator[None]:
                 _variables.close()
 
 
+def enter_until_left(setting: AbstractContextManager[None]) -> None:
+    """Enter a setting of the whole process, which the last of the blocks in `ray_session` leaves."""
+    with _session_lock:
+        _variables.enter_context(setting)
+
+
 @contextmanager
 def _restore_process(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Enter a session, and restore after it what Ray and this package change in the process: other code may have

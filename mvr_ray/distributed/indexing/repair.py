@@ -172,7 +172,7 @@ def _equals(path: Path, file: FileEntry) -> bool:
 
 def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_files: Collection[FileEntry] = ()) -> str:
     """The command that restores lost files: index again, which makes a version of the last corpus alone, or roll back
-    to a version that does not use them. Shards may share a file by hard links."""
+    to a version that does not use them and whose files have their sizes. Shards may share a file by hard links."""
     with suppress(MissingInputError, StorageError):
         is_last = Corpus.open(store, manifest.corpus).digest == manifest.corpus_digest
         if is_last and manifest.operation == "index":
@@ -181,7 +181,11 @@ def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_file
     again = "index the last corpus: mvr-ray index CONFIG" if step == "index" else f"do the {step} again on it"
     for other in manifests.newest_first(store, manifest.index, require_live=False):
         files = (file for entry in other.shards for file in entry.files.values())
-        if manifests.named_paths(other).isdisjoint(lost_paths) and not any(file in lost_files for file in files):
-            back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
-            return f"{back}; or {again}"
+        needs_it = not manifests.named_paths(other).isdisjoint(lost_paths) or any(file in lost_files for file in files)
+        if needs_it or manifests.verify(store, other, sizes_only=True).problems:
+            continue
+        if other.version == manifests.latest_version(store, manifest.index):
+            return f"the live version {other.version} does not need it; to have version {manifest.version} back, {again}"
+        back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
+        return f"{back}; or {again}"
     return again if step == "index" else f"encode again, then do the {step} again: mvr-ray index CONFIG"
