@@ -7,14 +7,15 @@ request sent again waits for it, or gets its result: a manifest that is publishe
 and never published twice. Of two publishers that follow the same version one wins, and the other gets an error.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 from pydantic import Field
@@ -94,7 +95,7 @@ class VersionCatalog:
         ]
         parts = vars(manifest) | dict(version_info(manifest, version == live))
         fields: dict[str, str] = {}
-        with contextlib.suppress(MissingInputError, StorageError):  # a version of an earlier program may own no corpus
+        with suppress(MissingInputError, StorageError):  # a version of an earlier program may own no corpus
             fields = Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).info.fields
         return VersionDetail.model_validate(parts | {"shard_list": shards, "fields": fields})
 
@@ -167,11 +168,9 @@ class VersionCatalog:
         with self._lock:
             if self._job is job:  # a third request reads the files again
                 self._job = None
-        try:
+        hint = "give the server write access to the store, or publish with a process that has it"
+        with _access_refused("not_writable", hint):
             return self._info(job.result.result())
-        except AccessError as error:
-            hint = "give the server write access to the store, or publish with a process that has it"
-            raise RequestError(403, "not_writable", "", str(error), hint) from None
 
     def _info(self, version: Manifest) -> VersionInfo:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
@@ -193,6 +192,15 @@ class VersionCatalog:
             message = f"index {self.index!r} has no version {number}"
             raise RequestError(404, "unknown_version", "n", message, f"{have}; see GET /v1/versions")
         return numbers[-1]
+
+
+@contextmanager
+def _access_refused(code: str, hint: str) -> Iterator[None]:
+    """Raise RequestError (403) where this process may not read or write a file of the store."""
+    try:
+        yield
+    except AccessError as error:
+        raise RequestError(403, code, "", str(error), hint) from None
 
 
 @dataclasses.dataclass(eq=False)
@@ -278,6 +286,7 @@ class _PublishJob:
         shard = open_embeddings(self.store.local_path(folder), entry.files)
         return shard.dimension, shard.num_passages, shard.num_vectors
 
+    @_access_refused("not_readable", "give the server read access to all of the store's files")
     def _check_files(self, part: Manifest, field: str) -> None:
         try:
             for problem in manifests.verify(self.store, part).problems:
@@ -285,6 +294,7 @@ class _PublishJob:
         except FormatError as error:
             raise _not_whole(field, str(error)) from None
 
+    @_access_refused("not_readable", "give the server read access to all of the store's files")
     def _check_sources(self) -> None:
         """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are whole here."""
         manifest, hint = self.manifest, "copy its folder there, too"
@@ -294,6 +304,8 @@ class _PublishJob:
         try:
             for path, reason in Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).find_damage():
                 raise RequestError(422, "no_corpus", "manifest.corpus_digest", f"{path} {reason}", hint)
+        except AccessError:
+            raise
         except (MissingInputError, StorageError) as error:
             raise RequestError(422, "no_corpus", "manifest.corpus_digest", str(error), hint) from None
 

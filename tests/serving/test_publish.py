@@ -22,6 +22,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.encoders import save_encoder
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
+from mvr_ray.errors import AccessError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
@@ -213,6 +214,24 @@ def test_a_server_that_may_not_write_to_its_store_refuses_to_publish_for_good(el
     error = reply.body["error"]
     assert (reply.status, error["code"]) == (403, "not_writable") and "Read-only file system" in error["message"]
     assert "retry-after" not in reply.headers and elsewhere.versions() == []
+
+
+@pytest.mark.parametrize("part", ["shards/", "corpora/"])
+def test_a_version_with_a_file_that_the_server_may_not_read_is_refused_by_that_name(
+    elsewhere, monkeypatch, part
+) -> None:
+    sha256 = Store.sha256
+
+    def read(store: Store, path: str) -> str:
+        if part in path:
+            raise AccessError(f"cannot read {path}: Permission denied")
+        return sha256(store, path)
+
+    monkeypatch.setattr(Store, "sha256", read)
+    reply = elsewhere.post(elsewhere.payload)
+    error = reply.body["error"]
+    assert (reply.status, error["code"]) == (403, "not_readable") and part in error["message"]
+    assert "read access" in error["hint"] and elsewhere.versions() == []
 
 
 def test_publishing_from_an_object_store_reads_each_shard_once_several_at_once_and_fetches_none(

@@ -185,7 +185,9 @@ def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_file
         if needs_it or manifests.verify(store, other, sizes_only=True).problems:
             continue
         if other.version == manifests.latest_version(store, manifest.index):
-            return f"the live version {other.version} does not need it; to have version {manifest.version} back, {again}"
+            return (
+                f"the live version {other.version} does not need it; to have version {manifest.version} back, {again}"
+            )
         back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
         return f"{back}; or {again}"
     return again if step == "index" else f"encode again, then do the {step} again: mvr-ray index CONFIG"
