@@ -265,9 +265,9 @@ class _Endpoints:
             client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 
-    def _open(self, transport: Transport, timeout_s: float) -> None:
+    def _open(self, transport: Transport, timeout_s: float, is_closed: bool = False) -> None:
         self._transport = transport
-        self._is_closed = False
+        self._is_closed = is_closed
         self.timeout_s = timeout_s
 
     def __getstate__(self) -> tuple[Transport, float, bool]:
@@ -277,9 +277,7 @@ class _Endpoints:
         return self._transport, self.timeout_s, self._is_closed
 
     def __setstate__(self, state: tuple[Transport, float, bool]) -> None:
-        transport, timeout_s, is_closed = state
-        self._open(transport, timeout_s)
-        self._is_closed = is_closed
+        self._open(*state)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -463,16 +461,18 @@ class Client(_Endpoints):
     """A blocking client. It works beside a running event loop, as in a notebook: it has a loop of its own, on a
     thread."""
 
-    def _open(self, transport: Transport, timeout_s: float) -> None:
-        super()._open(transport, timeout_s)
+    def _open(self, transport: Transport, timeout_s: float, is_closed: bool = False) -> None:
+        super()._open(transport, timeout_s, is_closed)
         self._start()
 
     def _start(self) -> None:
         self._lock = threading.Lock()  # else a call could begin after `close` has ended the others
+        self._pid = os.getpid()
+        if self._is_closed:
+            return
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
         self._thread.start()
-        self._pid = os.getpid()
 
     def _restart_after_fork(self) -> None:
         """Start a loop in a process that was forked, which has no threads of its parent."""

@@ -5,6 +5,7 @@ MvrRayError
 ├── DataError            a corpus, question or ranking file is wrong (file and line are in the message)
 ├── MissingInputError    a stage needs what an earlier stage makes (the message names the command)
 ├── EncoderError         a backbone or encoder snapshot cannot be used
+│   ├── NoTokensError        a tokenizer leaves nothing of a passage
 │   ├── FingerprintError     index and encoder do not belong together
 │   └── ExternalEncoderError  another program has the model of an index, so no text can be embedded
 ├── ReaderError          a reading model cannot be used

@@ -10,7 +10,7 @@ passages they run in this process, without Ray.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -63,9 +63,12 @@ class Index:
             raise ConfigError(f"Index: {run!r:.60} is no run; give it to Index.open, or passages to Index.build")
         self.run = run
         self._store = Store(run.store.path)
-        self._open = ExitStack()
         self._has_run_file = True
-        self._change_lock, self._router_lock = Lock(), Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._change_lock, self._router_lock, self._open = Lock(), Lock(), ExitStack()
+        self._open_router: HotSwapRouter | None = None
 
     @classmethod
     def build(
@@ -129,16 +132,18 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, as pickle makes one: it opens shards and an encoder of its own."""
-        own = {"_router", "_open", "_change_lock", "_router_lock"}
+        own = {"_open_router", "_open", "_change_lock", "_router_lock"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _open=ExitStack(), _change_lock=Lock(), _router_lock=Lock())
+        self.__dict__.update(state)
+        self._start()
 
     def close(self) -> None:
         """Release the open shards and the encoder; the next search opens those of the newest version."""
-        self._open.close()
-        self.__dict__.pop("_router", None)
+        with self._router_lock:
+            self._open_router = None
+            self._open.close()
 
     def __len__(self) -> int:
         return self.manifest.num_passages
@@ -154,7 +159,8 @@ class Index:
     @property
     def manifest(self) -> Manifest:
         """The description of the version that searches answer from: encoder, shards, measurements."""
-        return self._router.manifest if "_router" in self.__dict__ else self._newest()
+        router = self._open_router
+        return self._newest() if router is None else router.manifest
 
     @property
     def encoder(self) -> "Encoder":
@@ -516,21 +522,21 @@ class Index:
 
         serve_until_interrupted(with_settings(self.run, serve=settings), None, print)
 
-    @cached_property
+    @property
     def _router(self) -> "HotSwapRouter":
         """A small index is searched in this process, also in a Ray session of others, which may have no CPU left."""
         from mvr_ray.distributed.cluster.session import cluster_address
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         with self._router_lock:
-            if "_router" not in self.__dict__:  # no other thread was faster
+            if self._open_router is None:
                 resources = self.run.resources
                 is_remote = bool(cluster_address(resources)) or resources.gpus_per_searcher > 0
                 local = not is_remote and self._newest().num_passages <= resources.local_passages
                 router = open_hot_swap_router(self.run, local=local or None, batching=False)
-                self.__dict__["_router"] = hot_swap = self._open.enter_context(router)
-                hot_swap.min_idle_s = 0.0  # no other user waits for the earlier versions that are open
-            return self.__dict__["_router"]
+                self._open_router = self._open.enter_context(router)
+                self._open_router.min_idle_s = 0.0  # no other user waits for the earlier versions that are open
+            return self._open_router
 
     def _newest(self) -> Manifest:
         return manifests.read(self._store, self.run.index.name)
@@ -538,8 +544,8 @@ class Index:
     def _follow(self) -> None:
         """Switch an open router, and one that is being opened, to the newest version."""
         with self._router_lock:
-            if "_router" in self.__dict__:
-                self._router.move_to(None)
+            if self._open_router is not None:
+                self._open_router.move_to(None)
 
     def _change(
         self, changes: Sequence[ChangeRecord] | Path, progress: Progress, vectors: str | None = None

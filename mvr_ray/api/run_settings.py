@@ -45,7 +45,7 @@ def with_settings(run: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
     """Return a run with settings of some sections replaced."""
     plain = run.model_dump(mode="json", exclude_unset=True)
     for name, values in sections.items():
-        plain[name] = {**plain.get(name, {}), **values}
+        plain[name] = {**plain.get(name, {}), **rows.plain(dict(values))}
     return parse_run(plain, "Index")
 
 

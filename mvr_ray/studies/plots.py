@@ -1,6 +1,7 @@
 """Draw the reports of a study's steps as PNG plots, which the HTML page includes."""
 
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -207,8 +208,9 @@ def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
     if not points:
         return
     figure, axes = plt.subplots(figsize=(8, 5.5))
-    for number, (label, pairs) in enumerate(points.items()):
-        axes.scatter(*zip(*pairs), s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
+    styles = itertools.cycle((f"C{color}", marker) for marker in "osv^D*" for color in range(10))
+    for (label, pairs), (color, marker) in zip(points.items(), styles):
+        axes.scatter(*zip(*pairs), s=14, alpha=0.7, label=label, color=color, marker=marker)
     axes.axvline(-1, linestyle=":", color="grey")
     axes.set(
         xlabel="change on unseen articles, points of top-1 (dotted: one point lost)",

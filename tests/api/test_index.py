@@ -1065,6 +1065,23 @@ def test_threads_open_an_index_once_and_follow_a_change_during_that(index: Index
     assert len(routers) == 1 and index.manifest.version == 2
 
 
+def test_an_index_that_a_thread_closes_meanwhile_answers_all_searches(index: Index):
+    ends = Event()
+
+    def close_often() -> None:
+        while not ends.wait(0.01):
+            index.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        closing = pool.submit(close_often)
+        searches = [pool.submit(index.search, "Who built tower 3?") for _ in range(40)]
+        try:
+            assert all(search.result()[0].id for search in searches)
+        finally:
+            ends.set()
+        closing.result()
+
+
 def test_what_is_not_the_first_argument_is_given_by_its_name():
     """A path is no model, and a second id no progress."""
     for call in (Index.build, Index.upsert, Index.delete, Index.refine):
@@ -1760,7 +1777,7 @@ def test_questions_beside_the_run_files_feedback_are_refused_unless_the_call_say
     questions = [{"question": f"who built tower {n}?", "positive_ids": [f"p{n}"]} for n in range(16)]
     with pytest.raises(ConfigError, match=r"feedback, .*clicks.jsonl, would be learned from instead.*feedback=None"):
         index.refine(questions, **ONE_ROUND)
-    for choice, count in (({"feedback": None, "labels": "gold"}, 16), ({"feedback": str(clicks)}, 8)):
+    for choice, count in (({"feedback": None, "labels": "gold"}, 16), ({"feedback": clicks}, 8)):
         report = index.refine(questions, **choice, **ONE_ROUND)
         assert sum(row.num_questions for row in report.accuracy if row.kind == "gold") == count
 

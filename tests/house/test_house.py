@@ -14,6 +14,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from typer.main import get_command
 
+from mvr_ray import errors
 from mvr_ray.cli.commands import app
 from mvr_ray.config import RunConfig, load_run
 
@@ -215,6 +216,17 @@ def test_no_report_names_a_folder_of_the_machine_that_made_it() -> None:
     reports = [*ROOT.glob("benchmarks/results/studies/*/report.md"), *ROOT.glob("benchmarks/results/studies/*/*.json")]
     assert reports
     assert [path for path in reports if re.search(r"=/\w", path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_tree_of_errors_names_every_class_under_its_base() -> None:
+    parents, tree = ["Exception"], {}
+    for indent, name in re.findall(r"^([│ ]*(?:[├└]── )?)(\w+Error)\b", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4
+        tree[name] = parents[depth]
+        parents[depth + 1 :] = [name]
+    classes = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
+    own = {name: one.__mro__[1].__name__ for name, one in classes.items() if one.__module__ == errors.__name__}
+    assert tree == own
 
 
 def test_the_readme_names_every_command() -> None:

@@ -298,8 +298,12 @@ def test_a_client_that_has_been_used_goes_to_another_process_unless_its_index_is
             assert other.timeout_s == 7 and other.passage("p1").id == "p1"
             other.close()
         assert client.passage("p1").id == "p1"
+    threads = {*threading.enumerate()}
+    copy_of_closed = pickle.loads(pickle.dumps(client))
     with pytest.raises(UnreachableError, match="the client is closed"):
-        pickle.loads(pickle.dumps(client)).passage("p1")
+        copy_of_closed.passage("p1")
+    copy_of_closed.close()
+    assert {*threading.enumerate()} <= threads
     here = Client.over(SearchService(InMemoryIndex(), ServeConfig()))
     with here, pytest.raises(TypeError, match="cannot be pickled; make one in the other process"):
         pickle.dumps(here)
