@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from mvr_ray.store.corpus import ids_by_shard
 from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 QUERY_BLOCK = 256  # queries scattered at a time: at most two blocks of hits a shard are in flight
 LABEL_BLOCK = 1_000_000
@@ -139,8 +141,8 @@ class RefinerPool:
                     ray.kill(actor, no_restart=False)
             return ray.get([call.ref for call in calls])
 
-    def per_shard(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Call a refiner's `method(shard, *arguments[shard])` for each shard of `arguments`; results in shard order."""
+    def per_shard(self, method: Callable[..., R], arguments: Mapping[int, Sequence[Any]]) -> list[R]:
+        """Call a method of the refiner of each shard with the shard and its arguments; results in shard order."""
         return self.results([_call(self.holder[s], method, s, *arguments[s]) for s in sorted(arguments)])
 
     def place(self, passages: IntArray) -> tuple[IntArray, IntArray]:
@@ -151,7 +153,7 @@ class RefinerPool:
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
         """Numbers of the passages that are in the index; unknown ids are omitted."""
         parts = dict(sorted(ids_by_shard(ids, len(self.shards)).items()))
-        rows_by_shard = self.per_shard("locate", {shard: (part,) for shard, part in parts.items()})
+        rows_by_shard = self.per_shard(ShardRefiner.locate, {shard: (part,) for shard, part in parts.items()})
         return {
             passage_id: self.start_of[shard] + int(row)
             for shard, rows in zip(parts, rows_by_shard)
@@ -172,7 +174,7 @@ class RefinerPool:
 
         def send(block: slice) -> list[Call]:
             part = share(np.ascontiguousarray(queries_QD[block]))
-            return [_call(actor, "search", at, part, first) for actor, _ in self.searchers]
+            return [_call(actor, ShardRefiner.search, at, part, first) for actor, _ in self.searchers]
 
         for block, calls in zip(blocks, _in_flight(map(send, blocks), 2)):
             lists: list[tuple[int, ShardHits]] = [(0, hits) for hits in self.results(calls)]
@@ -181,7 +183,7 @@ class RefinerPool:
             again = {number: queries for number, queries in enumerate(queries_S) if len(queries)}
             if again:
                 parts = [(self.searchers[number][0], queries_QD[block][queries]) for number, queries in again.items()]
-                more_hits = self.results([_call(actor, "search", at, part, k) for actor, part in parts])
+                more_hits = self.results([_call(actor, ShardRefiner.search, at, part, k) for actor, part in parts])
                 for (number, queries), hits in zip(again.items(), more_hits):
                     lists[number] = 0, replace_hits(lists[number][1], hits, queries)
                 merged_hits = merge(lists, k, self.ids_of)
@@ -192,10 +194,14 @@ class RefinerPool:
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""
         ids = np.empty(len(passages), object)
-        return self._by_passage("ids_of", passages, lambda _, rows: (rows.tolist(),), ids).tolist()
+        return self._by_passage(ShardRefiner.ids_of, passages, lambda _, rows: (rows.tolist(),), ids).tolist()
 
     def _by_passage(
-        self, method: str, passages: IntArray, arguments: Callable[[IntArray, IntArray], Sequence[Any]], out: Any
+        self,
+        method: Callable[..., Any],
+        passages: IntArray,
+        arguments: Callable[[IntArray, IntArray], Sequence[Any]],
+        out: Any,
     ) -> Any:
         """Call a refiner's method for the numbered passages of each shard, and fill `out` with the results.
 
@@ -230,7 +236,7 @@ class RefinerPool:
             own_questions, inverse = np.unique(questions[own], return_inverse=True)
             return rows, inverse, [answers[question] for question in own_questions]
 
-        return self._by_passage("mark", passages, arguments, np.zeros(len(keys), bool))
+        return self._by_passage(ShardRefiner.mark, passages, arguments, np.zeros(len(keys), bool))
 
     def split(self, labels: Labels) -> dict[int, Labels]:
         """Split labels by shard (perhaps none), keeping their order; passages become rows of the shard."""
@@ -245,11 +251,15 @@ class RefinerPool:
             questions, query_L = np.unique(labels.question_L[own], return_inverse=True)
             return at, query_L, rows, queries_LD[questions]
 
-        return self._by_passage("winners", labels.passage_L, arguments, np.zeros(len(labels.view_L), np.int16))
+        return self._by_passage(
+            ShardRefiner.winners, labels.passage_L, arguments, np.zeros(len(labels.view_L), np.int16)
+        )
 
     def query_sums(self, at: StateId, by_shard: Mapping[int, Labels], num_queries: int) -> list[LabelSums]:
         """Compute each shard's part of the queries' sums (eqs. 7 and 11)."""
-        return self.per_shard("query_sums", {shard: (at, own, num_queries) for shard, own in by_shard.items()})
+        return self.per_shard(
+            ShardRefiner.query_sums, {shard: (at, own, num_queries) for shard, own in by_shard.items()}
+        )
 
     def step(
         self, at: StateId, to: StateId, by_shard: Mapping[int, Labels], queries_LD: FloatArray, weight: float = 0.0
@@ -257,11 +267,13 @@ class RefinerPool:
         """Change the labelled passages of every shard by the task's method, from one state to the next. `weight` of
         feedback views."""
         queries = share(queries_LD)
-        return self.per_shard("step", {shard: (at, to, own, queries, weight) for shard, own in by_shard.items()})
+        return self.per_shard(
+            ShardRefiner.step, {shard: (at, to, own, queries, weight) for shard, own in by_shard.items()}
+        )
 
     def write(self, at: StateId, recall_sample: int) -> list[WrittenShard]:
         """Write every shard at a state to the store."""
-        return self.per_shard("write", dict.fromkeys(self.shards, (at, recall_sample)))
+        return self.per_shard(ShardRefiner.write, dict.fromkeys(self.shards, (at, recall_sample)))
 
 
 class Call(NamedTuple):
@@ -282,10 +294,11 @@ def _new_refiner(task: RefinerTask, cpus: float) -> Any:
     return ray.remote(ShardRefiner).options(num_cpus=cpus, scheduling_strategy="SPREAD", **limits).remote(task)
 
 
-def _call(actor: Any, method: str, *arguments: Any) -> Call:
+def _call(actor: Any, method: Callable[..., Any], *arguments: Any) -> Call:
+    """Call a method of `ShardRefiner`."""
     if isinstance(actor, ShardRefiner):
-        return Call(actor, getattr(actor, method)(*arguments))
-    return Call(actor, getattr(actor, method).remote(*arguments))
+        return Call(actor, method(actor, *arguments))
+    return Call(actor, getattr(actor, method.__name__).remote(*arguments))
 
 
 def _in_flight(requests: Iterator[Any], width: int) -> Iterator[Any]:
