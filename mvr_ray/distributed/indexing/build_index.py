@@ -18,7 +18,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -57,7 +57,7 @@ from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.local_files import link_or_copy
-from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
+from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 
 if TYPE_CHECKING:
@@ -105,6 +105,19 @@ def _index(run: RunConfig, progress: Progress, keep_rollback: bool) -> Manifest:
     return manifest
 
 
+class _Plan(NamedTuple):
+    """What a version takes from earlier ones, and the shards to build.
+
+    `draft` has the words of a version over the same corpus, if any; `words_base` is the version whose words a changed
+    corpus updates.
+    """
+
+    draft: Manifest
+    reusable: dict[int, ShardEntry]
+    others: list[int]
+    words_base: Manifest | None
+
+
 def _build(
     run: RunConfig,
     corpus: Corpus,
@@ -115,10 +128,35 @@ def _build(
 ) -> Manifest:
     """Make and publish the version of a task; with `before`, from that version's refined views; of `external` vectors,
     if any."""
-    from mvr_ray.distributed.indexing.encode import encode_corpus  # with torch, too
+    versions = manifests.read_all(corpus.store, task.draft.index)
+    plan = _plan_shards(run.index, corpus, task, before, external, versions)
+    is_ready = not plan.others and (not run.index.lexical or plan.draft.lexical is not None)
+    if is_ready and (live := _same_live_version(corpus.store, plan.draft, plan.reusable)):
+        return _unchanged(live, progress)
+    _warn_of_pruned_views(run.index, corpus.store, task, plan, versions)
+    if not session.needs_ray(run.resources, 1):  # a small update of a large corpus needs no cluster
+        with session.staying_local():
+            carry_over(task, corpus, _not_built(corpus.store, task, plan.others), versions, progress)
+    with session.connect(run.resources, _num_passages(task, corpus, plan.others), [shards.INDEX_BUILDERS]):
+        _embed(run, corpus, task, external, plan.others, versions, progress)
+        built_shards = _build_shards(run.index, corpus, task, plan, progress)
+        lexical = _build_words(run.index, corpus, task, plan, progress)
+    counts = count_passages(task, corpus, plan.others)
+    counts["carried_over"] += sum(entry.num_passages for entry in plan.reusable.values())
+    version = _complete_draft(plan.draft, built_shards, counts, run.index.prune_views)
+    return _publish(corpus, dataclasses.replace(version, lexical=lexical), progress)
 
-    store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
-    versions = manifests.read_all(store, draft.index)
+
+def _plan_shards(
+    cfg: IndexConfig,
+    corpus: Corpus,
+    task: EncodeTask,
+    before: Manifest | None,
+    external: "ExternalVectors | None",
+    versions: Mapping[int, Manifest],
+) -> _Plan:
+    """Find what earlier versions have of the task's; of `external` vectors, shards that hold the same."""
+    store, draft = corpus.store, task.draft
     reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
     if external:
         for shard, ids in ids_by_shard(external.rows, corpus.num_shards).items():
@@ -128,50 +166,93 @@ def _build(
     base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
-    ready = len(reusable) == corpus.num_shards and (not cfg.lexical or draft.lexical is not None)
-    if ready and (live := _same_live_version(store, draft, reusable)):
-        log.info("index unchanged: index=%s version=%d", live.index, live.version)
-        progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
-        counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": live.num_passages, "deleted": 0}
-        return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
+    return _Plan(draft, reusable, others, base)
+
+
+def _unchanged(live: Manifest, progress: Progress) -> Manifest:
+    """Return the live version with counts of none encoded."""
+    log.info("index unchanged: index=%s version=%d", live.index, live.version)
+    progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
+    counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": live.num_passages, "deleted": 0}
+    return dataclasses.replace(live, metrics=live.metrics | counts)
+
+
+def _warn_of_pruned_views(
+    cfg: IndexConfig, store: Store, task: EncodeTask, plan: _Plan, versions: Mapping[int, Manifest]
+) -> None:
+    """Log a warning if unchanged passages are encoded again because every version with this encoder lacks views."""
+    draft = plan.draft
     embedders = {(one.encoder_fingerprint, one.dtype) for one in versions.values() if "pruned_views" in one.metrics}
-    if others and (draft.encoder_fingerprint, draft.dtype) in embedders and not embedded_corpora(store, task, versions):
+    are_pruned = bool(plan.others) and (draft.encoder_fingerprint, draft.dtype) in embedders
+    if are_pruned and not embedded_corpora(store, task, versions):
         log.warning(
             "index %r: passages that did not change are encoded again, as all versions lack views "
             "(index.prune_views); to encode changes alone, index all views under another name before: mvr-ray index "
             "CONFIG index.name=%s-all-views index.prune_views=null",
             *(cfg.name, cfg.name),
         )
-    if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
-        with session.staying_local():
-            carry_over(task, corpus, _not_built(store, task, others), versions, progress)
-    num_passages = count_passages(task, corpus, others)["encoded"]
-    if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
-        num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
-    with session.connect(resources, num_passages, [shards.INDEX_BUILDERS]):
-        missing = _not_built(store, task, others)
-        carry_over(task, corpus, missing, versions, progress)
-        if external:
-            external.stage(task, corpus, missing, progress)
-        else:
-            find_copies(task, corpus, missing, progress)
-            encode_corpus(task, corpus, missing, resources, progress)
-        originals = share(stage_originals(task, corpus, others, progress))
-        calls = [(task, shard, reusable.get(shard), cfg, originals) for shard in range(corpus.num_shards)]
-        vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]
-        memory = shards.builder_memory(draft, [0 if shard in reusable else num for shard, num in enumerate(vectors)])
-        what = "building the index"
-        built_shards: list[BuiltShard] = run_tasks(build_one, calls, what, "build shards", progress, memory=memory)
-        words = LexicalTask(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
-        lexical = build_lexical(words, progress) if cfg.lexical else None
-    counts = count_passages(task, corpus, others)
-    counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    version = dataclasses.replace(_complete_draft(draft, built_shards, counts, cfg.prune_views), lexical=lexical)
+
+
+def _num_passages(task: EncodeTask, corpus: Corpus, others: Sequence[int]) -> int:
+    """Count the passages to work on, by which a stage starts Ray or not. An approximate index is built of all passages
+    of a changed shard."""
+    if task.draft.index_params["kind"] != "flat":
+        return sum(corpus.info.parts[shard].num_passages for shard in others)
+    return count_passages(task, corpus, others)["encoded"]
+
+
+def _embed(
+    run: RunConfig,
+    corpus: Corpus,
+    task: EncodeTask,
+    external: "ExternalVectors | None",
+    others: Sequence[int],
+    versions: Mapping[int, Manifest],
+    progress: Progress,
+) -> None:
+    """Stage the embeddings of the shards that no earlier try built: carried over, copied, and encoded or external."""
+    from mvr_ray.distributed.indexing.encode import encode_corpus  # with torch, too
+
+    missing = _not_built(corpus.store, task, others)
+    carry_over(task, corpus, missing, versions, progress)
+    if external:
+        external.stage(task, corpus, missing, progress)
+    else:
+        find_copies(task, corpus, missing, progress)
+        encode_corpus(task, corpus, missing, run.resources, progress)
+
+
+def _build_shards(
+    cfg: IndexConfig, corpus: Corpus, task: EncodeTask, plan: _Plan, progress: Progress
+) -> list[BuiltShard]:
+    """Build every shard that is not reused, a task each."""
+    originals = share(stage_originals(task, corpus, plan.others, progress))
+    calls = [(task, shard, plan.reusable.get(shard), cfg, originals) for shard in range(corpus.num_shards)]
+    vectors = [part.num_passages * plan.draft.num_views for part in corpus.info.parts]
+    memory = shards.builder_memory(
+        plan.draft, [0 if shard in plan.reusable else num for shard, num in enumerate(vectors)]
+    )
+    return run_tasks(build_one, calls, "building the index", "build shards", progress, memory=memory)
+
+
+def _build_words(
+    cfg: IndexConfig, corpus: Corpus, task: EncodeTask, plan: _Plan, progress: Progress
+) -> LexicalPart | None:
+    """Build the words of the corpus with `index.lexical`, from those of the plan's base."""
+    if not cfg.lexical:
+        return None
+    base = plan.words_base
+    words = LexicalTask(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
+    return build_lexical(words, progress)
+
+
+def _publish(corpus: Corpus, version: Manifest, progress: Progress) -> Manifest:
+    """Publish a version that holds every passage of the corpus; returns the live one if that is the same."""
     _require_all_rows(corpus, version)
-    live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
+    live = _same_live_version(corpus.store, version, {entry.shard: entry for entry in version.shards})
     is_same = live is not None and live.recall == version.recall  # not where index.recall_sample changed
-    manifest = live if live and is_same else manifests.publish(store, version)
+    manifest = live if live and is_same else manifests.publish(corpus.store, version)
     progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
     return manifest
 
