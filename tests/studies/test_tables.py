@@ -215,21 +215,21 @@ def test_heat_maps_are_of_the_depths_that_a_study_measures(study, heat_maps):
 
 
 def test_the_trade_off_of_more_settings_than_styles_is_drawn(study, monkeypatch):
-    def one(method: str, raised: float) -> dict:
-        sets = [{"questions": "known", "answer": {"1": raised}}, {"questions": "unseen", "answer": {"1": 0.5}}]
+    def one(method: str, share: float) -> dict:
+        sets = [{"questions": "known", "answer": {"1": share}}, {"questions": "unseen", "answer": {"1": 0.5}}]
         return {"setting": {"method": method, "keep_length": True}, "rounds": [{"sets": sets}] * 2}
 
-    drawn, keep = [], plots._plot
+    styles_of_plots, keep = [], plots._plot
 
     def look(figure, name, title):
         points = figure.axes[0].collections
-        drawn.append({(str(each.get_facecolor()), each.get_paths()[0].vertices.tobytes()) for each in points})
+        styles_of_plots.append({(str(each.get_facecolor()), each.get_paths()[0].vertices.tobytes()) for each in points})
         return keep(figure, name, title)
 
     monkeypatch.setattr(plots, "_plot", look)
     trials = [one(f"method-{number}", number / 100) for number in range(70)]
     draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
-    assert max(map(len, drawn)) == 60  # styles
+    assert max(map(len, styles_of_plots)) == 60
 
 
 @pytest.mark.data

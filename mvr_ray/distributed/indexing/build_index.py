@@ -132,7 +132,7 @@ def _build(
     plan = _plan_shards(run.index, corpus, task, before, external, versions)
     is_ready = not plan.others and (not run.index.lexical or plan.draft.lexical is not None)
     if is_ready and (live := _same_live_version(corpus.store, plan.draft, plan.reusable)):
-        return _unchanged(live, progress)
+        return _keep_live(live, progress)
     _warn_of_pruned_views(run.index, corpus.store, task, plan, versions)
     if not session.needs_ray(run.resources, 1):  # a small update of a large corpus needs no cluster
         with session.staying_local():
@@ -170,7 +170,7 @@ def _plan_shards(
     return _Plan(draft, reusable, others, base)
 
 
-def _unchanged(live: Manifest, progress: Progress) -> Manifest:
+def _keep_live(live: Manifest, progress: Progress) -> Manifest:
     """Return the live version with counts of none encoded."""
     log.info("index unchanged: index=%s version=%d", live.index, live.version)
     progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
