@@ -31,6 +31,13 @@ def cluster(*sizes: tuple[float, float], can_grow: bool = False) -> ClusterInfo:
     return ClusterInfo(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes, can_grow)
 
 
+def no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin as a process whose tests have joined no cluster."""
+    monkeypatch.setattr(session, "_session", ExitStack())
+    monkeypatch.setattr(session, "_settings", ExitStack())
+    monkeypatch.setattr(session, "_num_users", 0)
+
+
 def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
     starts = [Event(), Event()]
     state = {"sessions": 0, "starts": 0}
@@ -54,8 +61,7 @@ def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
             return state["sessions"]
 
     both_connected = Event()
-    monkeypatch.setattr(session, "_session", ExitStack())
-    monkeypatch.setattr(session, "_num_users", 0)  # other tests of this process may have joined a cluster
+    no_blocks(monkeypatch)
     monkeypatch.setattr(session, "_private", private)
     monkeypatch.setattr(session, "has_session", lambda: state["sessions"] > 0)
     monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
@@ -70,8 +76,8 @@ def test_threads_share_one_session_and_the_last_of_them_leaves_it(monkeypatch):
 
 def test_work_stays_where_it_began_and_what_needs_ray_within_it_runs_there(monkeypatch):
     has_session = False
+    no_blocks(monkeypatch)
     monkeypatch.setattr(session, "has_session", lambda: has_session)
-    monkeypatch.setattr(session, "_num_users", 0)  # other tests of this process may have joined a cluster
     monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with connect(ResourcesConfig(), 1), ThreadPoolExecutor(1) as pool:
@@ -84,10 +90,8 @@ def test_work_stays_where_it_began_and_what_needs_ray_within_it_runs_there(monke
 
 
 def test_the_variables_of_sessions_that_overlap_stay_until_the_last_ends(monkeypatch):
-    monkeypatch.setattr(session, "_variables", ExitStack())
-    monkeypatch.setattr(session, "_num_blocks", 0)  # other tests of this process may have joined a cluster
+    no_blocks(monkeypatch)
     monkeypatch.setattr(session, "has_session", lambda: True)  # of other code
-    monkeypatch.setattr(session, "_num_users", 0)
     monkeypatch.setattr(session, "describe", lambda _: cluster((4, 0)))
     for name in session._ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)

@@ -65,10 +65,9 @@ _LEAVE_S = 30.0
 _HEAD_CHECK_S = 5.0
 T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
-_session, _num_users, _session_lock = ExitStack(), 0, threading.RLock()
-"""The session that this process entered, the number of its users, and the lock of both."""
-_variables, _num_blocks = ExitStack(), 0
-"""The environment of the blocks that are in a session, also in one of other code, and their number; the same lock."""
+_session, _settings, _num_users, _session_lock = ExitStack(), ExitStack(), 0, threading.RLock()
+"""The session that this process entered, the settings of the process around it, also around one of other code, the
+number of the blocks that use them, and the lock of all."""
 _stays_local: ContextVar[bool] = ContextVar("mvr_ray_stays_local", default=False)
 """Whether the work of this thread began in this process. The threads of its pools never ask."""
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
@@ -198,47 +197,32 @@ def ray_session(resources: ResourcesConfig, *, dashboard: bool = False) -> Abstr
 
 @contextmanager
 def _share_session(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter a session unless this process is in one. The last of those who use it here leaves it, unless other code
-    had entered it."""
-    global _num_users
-    with _session_environment():
-        with _session_lock:
-            is_own = _num_users > 0 or not has_session()
-            if not has_session():
-                _session.enter_context(_restore_process(enter))
-            _num_users += is_own
-        try:
-            yield
-        finally:
-            with _session_lock:
-                _num_users -= is_own
-                if is_own and not _num_users:
-                    _session.close()
-
-
-@contextmanager
-def _session_environment() -> Iterator[None]:
-    """Set the variables of `_ENVIRONMENT` that are not set; the last of several blocks that overlap restores them."""
+    """Set the variables of `_ENVIRONMENT` that are not set, and enter a session unless this process is in one. The last
+    of several blocks that overlap leaves the session, unless other code had entered it, and restores the variables."""
     from mvr_ray.distributed.cluster.ray_internals import environment
 
-    global _num_blocks
+    global _num_users
     with _session_lock:
-        if not _num_blocks:
-            _variables.enter_context(environment(_ENVIRONMENT, replace=False))
-        _num_blocks += 1
+        if not _num_users:
+            _settings.enter_context(environment(_ENVIRONMENT, replace=False))
+        _num_users += 1
     try:
+        with _session_lock:
+            if not has_session():
+                _session.enter_context(_restore_process(enter))
         yield
     finally:
         with _session_lock:
-            _num_blocks -= 1
-            if not _num_blocks:
-                _variables.close()
+            _num_users -= 1
+            if not _num_users:
+                with _settings:
+                    _session.close()
 
 
 def enter_until_left(setting: AbstractContextManager[None]) -> None:
     """Enter a setting of the whole process, which the last of the blocks in `ray_session` leaves."""
     with _session_lock:
-        _variables.enter_context(setting)
+        _settings.enter_context(setting)
 
 
 @contextmanager
