@@ -22,12 +22,12 @@ import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from mvr_ray.config import RunConfig, StoreConfig
+from mvr_ray.config import RunConfig
 from mvr_ray.core.learning.training import rank
 from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.progress import forward_progress
-from mvr_ray.distributed.cluster.stage_pool import enter_folder
+from mvr_ray.distributed.cluster.stage_pool import enter_folder, plain_run
 from mvr_ray.distributed.models import save_model
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
@@ -239,7 +239,6 @@ def _train_on_workers(
     keep dying, and at once an error that they would only repeat.
     """
     resources = run.resources
-    worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
     with ExitStack() as stack:
         needs = [session.Need("trainers", count, cpus, gpus)]
@@ -248,7 +247,7 @@ def _train_on_workers(
         actor = stack.enter_context(forward_progress(progress))
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
-        config = {"run": worker_run.model_dump(mode="json"), "working_folder": str(Path.cwd())}
+        config = {"run": plain_run(run), "working_folder": str(Path.cwd())}
         config |= {"corpus_digest": corpus_digest, "checkpoints": folder, "own": own}
         restarts_left = MAX_RESTARTS
         while True:

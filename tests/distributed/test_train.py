@@ -726,6 +726,20 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
             train(other)
 
 
+@pytest.mark.data
+@pytest.mark.ray
+def test_workers_start_from_an_encoder_whose_settings_the_run_file_leaves_out(store_path, ray_session):
+    """What is not set is the encoder's own: a default sent to a worker would be as if it were set."""
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
+    train(run_of(store_path, settings, {"name": "scaled", "score_scale": 7, **QUICK}))
+    settings["init_from"] = "scaled"
+    here, on_worker = (
+        train(run_of(store_path, settings, {"name": f"scaled-{n}", **QUICK}, resources={"train_workers": n}))
+        for n in (0, 1)
+    )
+    assert on_worker.fingerprint == here.fingerprint
+
+
 @pytest.mark.parametrize("scheme", ["", "file://", "s3://"])
 def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_with_the_run(tmp_path, scheme, request):
     """An object store is reached by the keys and the endpoint of its address."""

@@ -1,8 +1,8 @@
 """Run stages as concurrent Ray tasks, and return each report when its stage ends."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,11 @@ class StagePool(ExitStack):
         if gpus:
             session.require(self._cluster, [session.Need("stages", 1, 0, gpus)])
         resources = self.enter_context(ExitStack())
-        self._tasks[name] = _Task(resources.enter_context(_remote_stage(stage, run, progress, gpus)), resources)
+        actor = resources.enter_context(forward_progress(progress))
+        task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)  # Ray restarts it if its worker dies
+        report = task.remote(stage, plain_run(run), str(Path.cwd()), actor)
+        resources.push(lambda kind, *_: cancel_tasks([report], force=False) if kind else None)  # also for Ctrl-C
+        self._tasks[name] = _Task(report, resources)
 
     def wait(self) -> str:
         """Wait until a stage ends; returns its name."""
@@ -54,22 +58,11 @@ class StagePool(ExitStack):
             return ray.get(task.report)
 
 
-@contextmanager
-def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float) -> Iterator[Any]:
-    """Run a stage in a Ray task; yields the reference of its report. An exception in the block cancels the task.
-
-    Ray restarts a task whose worker dies.
-    """
+def plain_run(run: RunConfig) -> dict[str, Any]:
+    """The settings of a run as another process needs them: the store by its address, and no defaults, as some stages
+    ask what a run file sets."""
     resolved_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
-    task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)
-    with forward_progress(progress) as actor:
-        plain = resolved_run.model_dump(mode="json", exclude_unset=True)
-        report = task.remote(stage, plain, str(Path.cwd()), actor)
-        try:
-            yield report
-        except BaseException:  # Ctrl-C must stop the stage
-            cancel_tasks([report], force=False)
-            raise
+    return resolved_run.model_dump(mode="json", exclude_unset=True)
 
 
 def enter_folder(folder: str) -> None:
