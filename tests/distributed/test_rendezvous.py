@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.distributed.searching.rendezvous import Placement, bounds, fair_shares, moves, place
-from mvr_ray.errors import ResourceError
 
 Sizes, Weights = dict[int, int], dict[str, float]
 sizes_of = st.dictionaries(st.integers(0, 500), st.integers(0, 1000), min_size=1, max_size=60)
@@ -153,11 +152,3 @@ def test_moves_lead_from_one_placement_to_the_other(seed):
         if move.source:
             holders_of[move.shard].remove(move.source)
     assert all(set(after[shard]) <= holders_of[shard] for shard in after)
-
-
-def test_a_search_without_holders_and_weights_that_mean_nothing_are_refused():
-    with pytest.raises(ResourceError, match="no holder for 2 shards; start a searcher"):
-        place({0: 1, 1: 1}, {})
-    for weight in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="'h' has weight"):
-            place({0: 1}, {"h": weight})

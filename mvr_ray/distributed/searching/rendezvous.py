@@ -29,8 +29,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from mvr_ray.errors import ResourceError
-
 Placement = dict[int, tuple[str, ...]]
 """Shard -> its holders, in order of preference."""
 
@@ -54,9 +52,8 @@ def place(
 ) -> Placement:
     """Assign each shard to `replicas` holders, or to all if there are fewer. `before`: the current holders.
 
-    `weights`: the holders' capacities in any unit, such as bytes of memory. Raises ResourceError without a holder.
+    `weights`: the holders' capacities in any unit, such as bytes of memory; one holder at least, each above 0.
     """
-    _check(shard_bytes, weights, replicas, slack)
     before, copies = before or {}, min(replicas, len(weights))
     new_holders = set(weights) - {holder for holders in before.values() for holder in holders}
     order = sorted(shard_bytes, key=lambda shard: (-shard_bytes[shard], shard))
@@ -194,12 +191,3 @@ class _Assignment:
                 break
             holders[number] = others.pop()
         return holders
-
-
-def _check(shard_bytes: Mapping[int, int], weights: Mapping[str, float], replicas: int, slack: float) -> None:
-    if not weights:
-        raise ResourceError(f"no holder for {len(shard_bytes)} shards; start a searcher, or wait until one is up")
-    invalid = [holder for holder, weight in weights.items() if not 0 < weight < math.inf]
-    if invalid:
-        raise ValueError(f"holder {invalid[0]!r} has weight {weights[invalid[0]]}; it must be positive and finite")
-    assert replicas >= 1 and slack >= 0 and all(size >= 0 for size in shard_bytes.values())
