@@ -251,7 +251,8 @@ def _scores_with_positives(
     progress: Progress,
     result_store: ResultStore,
 ) -> list[FloatArray]:
-    """Scores of each question's positive and its candidates, none where the corpus lacks the positive."""
+    """Compute float32 scores of each question's positive and its candidates, none where the corpus lacks the positive.
+    Raises ResourceError before any worker starts."""
     positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
     pairs = [
         (question.text, [*question.positive_ids[:1], *of.ids[: run.mine.denoise_depth]])
@@ -259,21 +260,9 @@ def _scores_with_positives(
         else (question.text, [])
         for question, of in zip(questions, candidates)
     ]
-    return _pair_scores(run, model, corpus, pairs, progress, result_store)
-
-
-def _pair_scores(
-    run: RunConfig,
-    model: models.WorkerModel,
-    corpus: Corpus,
-    candidates: Sequence[Candidates],
-    progress: Progress,
-    result_store: ResultStore,
-) -> list[FloatArray]:
-    """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
-    batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]
+    batches = [pairs[start : start + _SCORE_BATCH] for start in range(0, len(pairs), _SCORE_BATCH)]
     scores: list[FloatArray] = []
-    num_passages, needs = sum(len(ids) for _, ids in candidates), [pool_need("cross-encoders", run.resources)]
+    num_passages, needs = sum(len(ids) for _, ids in pairs), [pool_need("cross-encoders", run.resources)]
     with session.connect(run.resources, num_passages, needs):
         arguments = {"task": model, "corpus": corpus}
         through = partial(result_store.map, ["score pairs", model.fingerprint, repr(model.spec), corpus.digest])
@@ -281,5 +270,5 @@ def _pair_scores(
         for batch, values in zip(batches, results):
             ends = np.cumsum([len(ids) for _, ids in batch])
             scores += np.split(np.array(values, np.float32), ends[:-1])
-            progress("cross-encoder", len(scores), len(candidates))
+            progress("cross-encoder", len(scores), len(pairs))
     return scores
