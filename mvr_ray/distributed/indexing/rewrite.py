@@ -31,7 +31,7 @@ from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.embeddings import BlockRow, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
@@ -124,9 +124,11 @@ def reshard_one(
     entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
     old_shards = [shards.shard_embeddings(store, base.index, shards.embeddings_alone(entry)) for entry in entries]
     blocks, params = [block for old in old_shards for block in old.blocks()], IndexParams(**base.index_params)
+    places = (BlockRow(name, at, row) for at, block in enumerate(blocks) for row, name in enumerate(block.ids))
+    rows = [place for place in places if shard_of(place.passage_id, num_shards) == shard]
     with shards.shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
-            for block in shards.blocks_by_id(blocks, lambda passage_id: shard_of(passage_id, num_shards) == shard):
+            for block in shards.gather_batches(blocks, sorted(rows)):
                 writer.write(block)
         shards.index_folder(params, folder)
         recall = shards.folder_recall(params, folder, recall_sample, shard)

@@ -6,7 +6,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -241,21 +241,6 @@ def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
     `shard_embeddings`."""
     for entry in version.shards:
         yield from shard_embeddings(store, version.index, entry).iter_blocks()
-
-
-def blocks_by_id(
-    blocks: Sequence[EmbeddingBlock], keeps: Callable[[str], bool] = lambda passage_id: True
-) -> Iterator[EmbeddingBlock]:
-    """Yield the passages of these blocks whose ids `keeps`, in order of id."""
-    yield from gather_batches(
-        blocks,
-        sorted(
-            BlockRow(passage_id, number, row)
-            for number, block in enumerate(blocks)
-            for row, passage_id in enumerate(block.ids)
-            if keeps(passage_id)
-        ),
-    )
 
 
 def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> Iterator[EmbeddingBlock]:
