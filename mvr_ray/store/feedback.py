@@ -2,9 +2,10 @@
 
 A call creates the file after the newest one of the last group, or once that has `GROUP_BYTES`, the first file of the
 next group: its cost does not grow with what is stored. A group is named by the number of judgements before it. Only one
-process can create a file; another reads the newest one again and tries the next number. As old files are deleted, a
-slow process can create a number that another had used before: so each call ends by looking whether the newest file of
-the group continues its own. The two newest files of a group stay, and the last one of every group holds all of it.
+process can create a file; another reads the newest one again and tries the next number, unless the file holds just what
+it was to create: equal judgements of two processes at the same moment count once. As old files are deleted, a slow
+process can create a number that another had used before: so each call ends by looking whether the newest file of the
+group continues its own. The two newest files of a group stay, and the last one of every group holds all of it.
 """
 
 import hashlib
@@ -40,10 +41,10 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
         path, data = paths.judgements(index, number + 1, group), b"".join(line + b"\n" for line in all_lines)
         try:
             store.create_once(path, data)
-        except FileExistsError:
-            continue
-        except OSError as error:
+        except OSError as error:  # FileExistsError too: a client that repeats a put meets its own file
             if not store.holds(path, data, error):
+                if isinstance(error, FileExistsError):
+                    continue
                 raise
         if _newest(store, index, (group, number + 1)).lines[: len(all_lines)] != all_lines:
             store.delete(path)

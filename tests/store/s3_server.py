@@ -31,8 +31,8 @@ class StoredObject(NamedTuple):
 class Fault(NamedTuple):
     """What happens to one put of a key that ends with `name`.
 
-    `lost`: stored, but the connection breaks before the answer. `broken`: the same, not stored. `503`, `409`: answered
-    so, not stored. `down`: stored, and no request is answered any more.
+    `lost`: stored, but the connection breaks before the answer. `broken`: the same, not stored. `500`: stored, and
+    answered so. `503`, `409`: answered so, not stored. `down`: stored, and no request is answered any more.
     """
 
     name: str
@@ -128,6 +128,7 @@ class Handler(BaseHTTPRequestHandler):
                     status = 404
             elif "/" in key and fault != "broken":
                 self.objects[key] = StoredObject(data, datetime.now(UTC))
+                status = 500 if fault == "500" else status
             if fault in ("lost", "broken", "down"):
                 type(self).down = fault == "down"
                 self._break_off()

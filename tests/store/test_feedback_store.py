@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -159,10 +160,26 @@ def test_no_judgement_is_lost_or_doubled_where_a_listing_lags(tmp_path):
 
 
 @pytest.mark.usefixtures("group_bytes")
-def test_equal_judgements_of_two_writers_at_once_are_two(tmp_path):
+def test_equal_judgements_of_two_writers_at_once_are_one_and_later_ones_another(tmp_path):
     slow = SlowStore(tmp_path, lambda: add_judgements(Store(tmp_path), "main", ["equal"]))
+    assert add_judgements(slow, "main", ["equal"]) == 1
     assert add_judgements(slow, "main", ["equal"]) == 2
     assert stored_lines(Store(tmp_path)) == ["equal", "equal"]
+
+
+@pytest.mark.parametrize("kind", ["500", "lost"])
+def test_judgements_whose_creation_is_answered_by_an_error_are_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: ModuleType, kind: str
+):
+    """The client repeats a put that was answered by 500, and meets its own object."""
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path))
+    script = s3_server.Script([], [])
+    with s3_server.serve(script) as root:
+        store = Store(root)
+        assert add_judgements(store, "main", ["one"]) == 1
+        script.faults.append(s3_server.Fault(paths.judgements("main", 2, 0), kind))
+        assert add_judgements(store, "main", ["two"]) == 2 and not script.faults
+        assert stored_lines(store) == ["one", "two"]
 
 
 @pytest.mark.usefixtures("group_bytes")
