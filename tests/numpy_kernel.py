@@ -10,7 +10,7 @@ from mvr_ray.core.searching.kernels import (
     Candidates,
     Kernel,
     PreparedQueries,
-    StepViews,
+    StepPart,
     select_candidates,
 )
 from mvr_ray.index.flat import FlatIndex
@@ -28,10 +28,10 @@ class NumpyKernel(Kernel):
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.sqrt(np.einsum("nd,nd->n", step_rows, step_rows).max()))
 
-    def candidates(self, queries: PreparedQueries, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
+    def candidates(self, queries: PreparedQueries, step_rows: Any, part: StepPart, error_Q: FloatArray) -> Candidates:
         scores_QN = queries.queries_QD @ step_rows.T
-        first_P = np.cumsum(views.counts_P) - views.counts_P
-        return select_candidates(queries, np.maximum.reduceat(scores_QN, first_P, axis=1).T, error_Q, views.mask_P)
+        first_P = np.cumsum(part.counts_P) - part.counts_P
+        return select_candidates(queries, np.maximum.reduceat(scores_QN, first_P, axis=1).T, error_Q, part.mask_P)
 
 
 def numpy_index(blocks: Sequence[EmbeddingBlock]) -> FlatIndex:

@@ -16,7 +16,7 @@ from mvr_ray.core.refining import native_step
 from mvr_ray.core.searching import native
 from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.exact import Pairs
-from mvr_ray.core.searching.kernels import StepViews
+from mvr_ray.core.searching.kernels import Step, StepPart
 from mvr_ray.core.searching.scan import Scan, score_error
 from mvr_ray.index.flat import FlatIndex
 
@@ -238,7 +238,9 @@ def test_compiled_products_err_within_the_bound(
     batch = kernel.prepare(batch_QD, 40, with_codes)
     rows = kernel.prepare_rows(*((codes.codes_ND, codes.scale_N[:, None]) if with_codes else (vectors_ND,)))
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
-    actual = kernel.candidates(batch, rows, StepViews(np.ones(40, np.int64), 1), np.zeros(num_queries))
+    row_P, counts_P = np.arange(40), np.ones(40, np.int64)
+    step = Step(row_P, counts_P, 1, vectors_ND)
+    actual = kernel.candidates(batch, rows, StepPart(step, row_P, counts_P), np.zeros(num_queries))
     assert len(actual.query_M) == 40 * num_queries  # the 40 best of 40
     norm_Q, norm = np.linalg.norm(batch_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)

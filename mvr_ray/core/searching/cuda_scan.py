@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, PreparedQueries, StepViews, TorchKernel
+from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, PreparedQueries, StepPart, TorchKernel
 from mvr_ray.errors import first_line
 from mvr_ray.types import FloatArray, IntArray
 
@@ -113,11 +113,11 @@ class FusedKernel(TorchKernel):
         return float(highest)
 
     def candidates(
-        self, queries: PreparedQueries, step_rows: DeviceRows, views: StepViews, error_Q: FloatArray
+        self, queries: PreparedQueries, step_rows: DeviceRows, part: StepPart, error_Q: FloatArray
     ) -> Candidates:
-        best_QP = self.best_views(queries.queries_QD, step_rows, views.counts_P, views.uniform)
-        if views.mask_P is not None:
-            best_QP[:, : len(views.mask_P)].masked_fill_(~self.put(views.mask_P), -torch.inf)
+        best_QP = self.best_views(queries.queries_QD, step_rows, part.counts_P, part.step.uniform)
+        if part.mask_P is not None:
+            best_QP[:, : len(part.mask_P)].masked_fill_(~self.put(part.mask_P), -torch.inf)
         queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
         return candidates
 

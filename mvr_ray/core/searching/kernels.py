@@ -6,15 +6,18 @@ Its error has a known bound, and `exact` scores its candidates exactly, so all k
 Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.searching.codes import Codes
 from mvr_ray.core.threads import torch_threads
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray
@@ -35,17 +38,61 @@ class Candidates(NamedTuple):
     upper_M: FloatArray
 
 
-class StepViews(NamedTuple):
-    """The views of the passages of a step.
+def round_up(value: float) -> float:
+    """Round up to six bits, so that most steps of a shard share a bound and an error."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
-    counts_P  numbers of views, all at least 1
-    uniform   the common number, 0 where they differ
-    mask_P    the passages to search, contiguous; None: all
+
+@dataclass(eq=False)
+class Step:
+    """Passages multiplied at once, without those that have no view, and cached bounds of their vectors.
+
+    row_P            row in the shard
+    counts_P         number of views
+    uniform          the common number of views, 0 where they differ
+    vectors          of the block, N of them
+    visible_P        the passages that no change hides, None: all
+    codes            of these vectors, scanned in their place
+    norm             of a vector, -1 until measured
+    coarse_residual  the rounding of a vector in coarse products, -1 until measured
+    resident         the vectors, or the codes and their scales, on the kernel's device; None: copied for every scan
     """
 
+    row_P: IntArray
     counts_P: IntArray
     uniform: int
+    vectors_ND: FloatArray
+    visible_P: NDArray[np.bool_] | None = None
+    codes: Codes | None = None
+    norm: float = -1.0
+    coarse_residual: float = -1.0
+    resident: tuple[Any, Any] | None = None
+
+    @cached_property
+    def residual(self) -> float:
+        """Bound the distances of the codes from their vectors."""
+        return 0.0 if self.codes is None else round_up(float(self.codes.residual_N.max()))
+
+
+class StepPart(NamedTuple):
+    """The part of a step that is scanned under a filter.
+
+    row_P      the passages to scan
+    counts_P   their numbers of views, all at least 1
+    mask_P     those of them that pass, contiguous; None where all pass
+    vectors_M  the vectors to copy for the scan, None where all are scanned
+    """
+
+    step: Step
+    row_P: IntArray
+    counts_P: IntArray
     mask_P: NDArray[np.bool_] | None = None
+    vectors_M: IntArray | None = None
+
+    @property
+    def num_passages(self) -> int:
+        return len(self.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
 class Coarse(NamedTuple):
@@ -111,7 +158,7 @@ class Kernel(ABC):
         return PreparedQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)))
 
     @abstractmethod
-    def candidates(self, queries: Any, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
+    def candidates(self, queries: Any, step_rows: Any, part: StepPart, error_Q: FloatArray) -> Candidates:
         """Find the passages of a step that may be among the best K, and raise the lower bounds. `error_Q` bounds a
         product's error."""
 
@@ -214,9 +261,9 @@ class TorchKernel(Kernel):
         queries.input_rounding = self.input_rounding
         return queries
 
-    def candidates(self, queries: PreparedQueries, step_rows: Any, views: StepViews, error_Q: FloatArray) -> Candidates:
-        best_QP = self.best_views(queries.queries_QD, step_rows, views.counts_P, views.uniform)
-        return select_candidates(queries, self.get(best_QP).T, error_Q, views.mask_P)
+    def candidates(self, queries: PreparedQueries, step_rows: Any, part: StepPart, error_Q: FloatArray) -> Candidates:
+        best_QP = self.best_views(queries.queries_QD, step_rows, part.counts_P, part.step.uniform)
+        return select_candidates(queries, self.get(best_QP).T, error_Q, part.mask_P)
 
     def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
         """Compute best_QP, each passage's best inner product."""

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import Candidates, Coarse, Kernel, PreparedQueries, StepViews, select_candidates
+from mvr_ray.core.searching.kernels import Candidates, Coarse, Kernel, PreparedQueries, StepPart, select_candidates
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -227,12 +227,12 @@ class NativeKernel(CompiledKernel):
         )
 
     def candidates(
-        self, queries: NativeQueries, step_rows: NativeRows, views: StepViews, error_Q: FloatArray
+        self, queries: NativeQueries, step_rows: NativeRows, part: StepPart, error_Q: FloatArray
     ) -> Candidates:
         error_Q = np.ascontiguousarray(error_Q, np.float32)
-        counts_P = np.ascontiguousarray(views.counts_P, np.int64)
+        counts_P = np.ascontiguousarray(part.counts_P, np.int64)
         search_args, query_args = queries.search_args, queries.query_args
-        arrays = error_Q, queries.low_QK, views.mask_P
+        arrays = error_Q, queries.low_QK, part.mask_P
         search_args.error_Q, search_args.low_QK, search_args.mask_P = map(_address, arrays)
         query_args.coarse = _address(queries.short if queries.coarse else None)
         kind, rows, scales = KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N)
@@ -288,14 +288,14 @@ class Avx2Kernel(CompiledKernel):
         return PaddedQueries(rows_QD, plain.low_QK, plain.rounding_Q, unit_Q=unit_Q)
 
     def candidates(
-        self, queries: PaddedQueries, step_rows: NativeRows, views: StepViews, error_Q: FloatArray
+        self, queries: PaddedQueries, step_rows: NativeRows, part: StepPart, error_Q: FloatArray
     ) -> Candidates:
         """Find candidates as other kernels do, without reading vectors outside the mask."""
-        counts_P = np.ascontiguousarray(views.counts_P, np.int64)
+        counts_P = np.ascontiguousarray(part.counts_P, np.int64)
         first_P = np.cumsum(counts_P) - counts_P
-        if views.mask_P is None:
+        if part.mask_P is None:
             return select_candidates(queries, self.best_views(queries, step_rows, first_P, counts_P), error_Q)
-        passing_M = np.flatnonzero(views.mask_P)
+        passing_M = np.flatnonzero(part.mask_P)
         best_MQ = self.best_views(queries, step_rows, first_P[passing_M], counts_P[passing_M])
         candidates = select_candidates(queries, best_MQ, error_Q)
         return candidates._replace(passage_M=passing_M[candidates.passage_M])

@@ -49,10 +49,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ from mvr_ray.core.searching.exact import (
     no_hits,
     ranks,
 )
-from mvr_ray.core.searching.kernels import Coarse, Kernel, StepViews
+from mvr_ray.core.searching.kernels import Coarse, Kernel, Step, StepPart, round_up
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
@@ -88,56 +88,6 @@ def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, in
     terms = (dimension + 16) * UNIT
     relative = (1 + input_rounding) ** 2 * (1 + terms / (1 - terms)) - 1
     return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
-
-
-@dataclass(eq=False)
-class Step:
-    """Passages multiplied at once, without those that have no view, and cached bounds of their vectors.
-
-    row_P            row in the shard
-    counts_P         number of views
-    uniform          the common number of views, 0 where they differ
-    vectors          of the block, N of them
-    visible_P        the passages that no change hides, None: all
-    codes            of these vectors, scanned in their place
-    norm             of a vector, -1 until measured
-    coarse_residual  the rounding of a vector in coarse products, -1 until measured
-    resident         the vectors, or the codes and their scales, on the kernel's device; None: copied for every scan
-    """
-
-    row_P: IntArray
-    counts_P: IntArray
-    uniform: int
-    vectors_ND: FloatArray
-    visible_P: NDArray[np.bool_] | None = None
-    codes: Codes | None = None
-    norm: float = -1.0
-    coarse_residual: float = -1.0
-    resident: tuple[Any, Any] | None = None
-
-    @cached_property
-    def residual(self) -> float:
-        """Bound the distances of the codes from their vectors."""
-        return 0.0 if self.codes is None else _round_up(float(self.codes.residual_N.max()))
-
-
-class StepPart(NamedTuple):
-    """The part of a step that is scanned under a filter.
-
-    row_P, counts_P  the passages to scan
-    mask_P           those of them that pass, None where all pass
-    vectors_M        the vectors to copy for the scan, None where all are scanned
-    """
-
-    step: Step
-    row_P: IntArray
-    counts_P: IntArray
-    mask_P: NDArray[np.bool_] | None = None
-    vectors_M: IntArray | None = None
-
-    @property
-    def num_passages(self) -> int:
-        return len(self.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
 def passing_part(step: Step, mask_P: NDArray[np.bool_] | None, gather_share: float) -> StepPart | None:
@@ -302,11 +252,11 @@ class Scan:
     def _measure(self, step: Step, step_rows: Any, coarse: Coarse | None) -> None:
         """Measure the bounds of a step, unless cached; that of coarse products is infinite if unknown."""
         if step.norm < 0:
-            step.norm = _round_up(self._norm(step, self.kernel.max_norm(step_rows)))
+            step.norm = round_up(self._norm(step, self.kernel.max_norm(step_rows)))
         if coarse and step.coarse_residual < 0:
             residual = coarse.max_residual(step_rows)
             is_known = residual < MAX_FLOAT32_NORM
-            step.coarse_residual = _round_up(self._round_up_norm(residual)) if is_known else math.inf
+            step.coarse_residual = round_up(self._round_up_norm(residual)) if is_known else math.inf
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
         """Score pairs exactly, in parts; all threads share many pairs."""
@@ -400,8 +350,7 @@ class QueryBatch:
 
     def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        views = StepViews(part.counts_P, part.step.uniform, part.mask_P)
-        candidates = self.parent.kernel.candidates(self.queries, step_rows, views, error_Q)
+        candidates = self.parent.kernel.candidates(self.queries, step_rows, part, error_Q)
         if len(candidates.query_M):
             row_M = part.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
@@ -493,12 +442,6 @@ def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -
             f"there are codes of {sum(num_codes)} vectors, the embeddings are {sum(sizes)}; build the index again"
         )
     return [own for block, own in zip(blocks, codes) if len(block.ids)]
-
-
-def _round_up(value: float) -> float:
-    """Round up to six bits, so that most steps of a shard share a bound and an error."""
-    mantissa, exponent = math.frexp(value)
-    return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
