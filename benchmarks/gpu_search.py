@@ -144,7 +144,7 @@ def disagreements(scan: Scan, queries_QD: FloatArray, slabs: int) -> tuple[int, 
 
     A sampled passage that scores above the k-th hit must be a hit, and one that scores below must not, within 1e-5.
     """
-    hits = scan.search(queries_QD, K)
+    hits = scan.search_with_counts(queries_QD, K).hits
     device, dimension = str(scan.kernel.device), scan.table.dimension
     asked_QD = torch.from_numpy(queries_QD).to(device)
     kth_Q = hits.scores_QK[:, -1]
@@ -229,7 +229,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
         asked_QD = kernel.put(queries_QD)
 
         def whole(queries_QD: FloatArray = queries_QD) -> None:
-            scan.search(queries_QD, K)
+            scan.search_with_counts(queries_QD, K)
             machine.sync()
 
         def scan_batch(asked_QD: torch.Tensor = asked_QD) -> None:

@@ -65,7 +65,7 @@ def test_a_scan_of_made_views_is_that_of_the_same_views_in_memory(kind):
     numbers_N = np.tile(np.arange(V, dtype=np.int16), passages)
     block = EmbeddingBlock([f"{i:04d}" for i in range(passages)], np.arange(passages + 1) * V, numbers_N, views_ND)
     queries_QD = np.random.default_rng(0).standard_normal((5, dimension)).astype(np.float32)
-    on_device = make_scan(passages, dimension, kind, FusedKernel("cpu")).search(queries_QD, 20)
-    in_memory = Scan([block], FusedKernel("cpu")).search(queries_QD, 20)
+    on_device = make_scan(passages, dimension, kind, FusedKernel("cpu")).search_with_counts(queries_QD, 20).hits
+    in_memory = Scan([block], FusedKernel("cpu")).search_with_counts(queries_QD, 20).hits
     for one, other in zip(on_device, in_memory):
         np.testing.assert_array_equal(one, other)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.cuda_scan import DeviceRows, FusedKernel
 from mvr_ray.core.searching.scan import Scan, score_error
@@ -19,23 +20,24 @@ SHAPES = [("gaussian", True), ("ternary", False), ("nearly equal", True), ("canc
 
 @pytest.mark.parametrize(("palette", "gaps"), SHAPES)
 @pytest.mark.parametrize("with_codes", [False, True])
-def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, palette, gaps, with_codes):
+def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, monkeypatch, palette, gaps, with_codes):
+    monkeypatch.setattr(scan_module, "VIEWS_A_STEP", 0)
     blocks = shard(5, 300, palette=palette, gaps=gaps)
     queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     for resident in (False, True):
-        scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident, views_a_step=0)
-        check_exact(scan.search(queries_QD, 40), queries_QD, blocks, 40)
+        scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident)
+        check_exact(scan.search_with_counts(queries_QD, 40).hits, queries_QD, blocks, 40)
         for share in (0.0, 0.05, 0.5, 1.0):
             mask_P = np.random.default_rng(7).random(300) < share
-            check_exact(scan.search(queries_QD, 40, mask_P), queries_QD, blocks, 40, mask_P)
+            check_exact(scan.search_with_counts(queries_QD, 40, mask_P).hits, queries_QD, blocks, 40, mask_P)
 
 
 @pytest.mark.parametrize("num_passages", [1, 31, 32, 33, 100])
 def test_k_beyond_what_there_is_gives_all_there_is(shard, check_exact, num_passages):
     blocks = shard(8, num_passages)
     queries_QD = np.random.default_rng(9).standard_normal((2, 16)).astype(np.float32)
-    check_exact(Scan(blocks, FusedKernel("cpu")).search(queries_QD, 120), queries_QD, blocks, 120)
+    check_exact(Scan(blocks, FusedKernel("cpu")).search_with_counts(queries_QD, 120).hits, queries_QD, blocks, 120)
 
 
 def test_the_bounds_of_a_filtered_searchs_views_are_not_kept():

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -43,6 +45,15 @@ def codes_of(blocks) -> list[Codes]:
     return [encode(block.vectors_ND) for block in blocks]
 
 
+@contextmanager
+def limits(**values: int) -> Iterator[None]:
+    """Set limits of the scan's module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(scan_module, name, value)
+        yield
+
+
 @given(
     seed=st.integers(0, 2**20),
     num_passages=st.integers(1, 60),
@@ -75,10 +86,9 @@ def test_flat_search_equals_brute_force(
     kernel.vectors_per_step, kernel.threads = step, threads
     stored_shard = change(blocks, seed, changed_share)
     codes = codes_of(stored_shard.blocks) if with_codes else None
-    scan = Scan(
-        stored_shard.blocks, kernel, stored_shard.rows, codes=codes, queries_at_once=at_once, candidates_at_once=pending
-    )
-    check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
+    scan = Scan(stored_shard.blocks, kernel, stored_shard.rows, codes=codes)
+    with limits(QUERIES_AT_ONCE=at_once, CANDIDATES_AT_ONCE=pending):
+        check_exact(scan.search_with_counts(queries_QD, k).hits, queries_QD, blocks, k)
 
 
 def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
@@ -87,7 +97,7 @@ def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
     kernel.vectors_per_step, kernel.threads = 32_768, 8
     scan = Scan(blocks, kernel)
     assert len(scan.steps) >= kernel.threads
-    assert as_bytes(scan.search(batch, 3)) == as_bytes(numpy_index(blocks).search(batch, 3))
+    assert as_bytes(scan.search_with_counts(batch, 3).hits) == as_bytes(numpy_index(blocks).search(batch, 3))
 
 
 @pytest.mark.parametrize("new_kernel", KERNELS)
@@ -98,8 +108,11 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
     kernel = new_kernel()
     kernel.vectors_per_step, kernel.threads = 100, (os.cpu_count() or 1) + 2
     expected = as_bytes(FlatIndex(blocks).search(batch, 3))
-    scan, results = Scan(blocks, kernel, candidates_at_once=10), []
-    search = threading.Thread(target=lambda: results.append(as_bytes(scan.search(batch, 3))), daemon=True)
+    monkeypatch.setattr(scan_module, "CANDIDATES_AT_ONCE", 10)
+    scan, results = Scan(blocks, kernel), []
+    search = threading.Thread(
+        target=lambda: results.append(as_bytes(scan.search_with_counts(batch, 3).hits)), daemon=True
+    )
     search.start()
     search.join(timeout=60)
     assert results == [expected]
@@ -147,14 +160,13 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     kernel.vectors_per_step, kernel.threads = step, threads
     stored_shard = change(blocks, seed, changed_share)
     codes = codes_of(stored_shard.blocks) if with_codes else None
-    few = {"candidates_at_once": pending, "views_a_step": views_a_step}
-    scan = Scan(stored_shard.blocks, kernel, stored_shard.rows, codes=codes, **few)
+    scan = Scan(stored_shard.blocks, kernel, stored_shard.rows, codes=codes)
     rng = np.random.default_rng(seed)
-    for _ in range(3):
-        chances_P = rng.random(num_passages)
-        mask_P = (np.sort(chances_P) if runs else chances_P) < share
-        check_exact(scan.search(queries_QD, k, mask_P), queries_QD, blocks, k, mask_P)
-    check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
+    chances_P = rng.random((3, num_passages))
+    masks = [*((np.sort(chances_P) if runs else chances_P) < share), None]
+    with limits(CANDIDATES_AT_ONCE=pending, VIEWS_A_STEP=views_a_step):
+        for mask_P in masks:
+            check_exact(scan.search_with_counts(queries_QD, k, mask_P).hits, queries_QD, blocks, k, mask_P)
 
 
 @pytest.mark.parametrize(("share", "has_steps"), [(0.01, False), (0.9, True)])
@@ -336,8 +348,9 @@ def test_a_kept_index_answers_the_same_again(shard, queries):
 
 def test_vectors_resident_on_the_device_give_the_same_bytes(shard, queries):
     kernel = TorchKernel(DEVICES[-1])
-    resident, stream = (Scan(shard(6), kernel, resident=on_device) for on_device in (True, False))
-    assert as_bytes(resident.search(queries(6, 5), 10)) == as_bytes(stream.search(queries(6, 5), 10))
+    scans = [Scan(shard(6), kernel, resident=on_device) for on_device in (True, False)]
+    resident, stream = (as_bytes(scan.search_with_counts(queries(6, 5), 10).hits) for scan in scans)
+    assert resident == stream
 
 
 def test_asking_for_more_than_there_is_returns_all_and_pads(shard, queries):

@@ -14,6 +14,7 @@ from numpy_kernel import numpy_index
 
 from mvr_ray.core.refining import native_step
 from mvr_ray.core.searching import native
+from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.exact import Pairs
 from mvr_ray.core.searching.kernels import Step, StepPart
@@ -75,7 +76,7 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
-    actual = Scan(blocks, kernel, codes=codes).search(batch, 9)
+    actual = Scan(blocks, kernel, codes=codes).search_with_counts(batch, 9).hits
     assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 9))
 
 
@@ -96,8 +97,10 @@ avx2 = pytest.mark.skipif(native.library_avx2() is None, reason="not compiled, o
 )
 @SLOW
 def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
-    shard, queries, palette, seed, num_queries, dimension, max_views, gaps, dtype, with_codes, step, threads
-):
+    shard, queries, monkeypatch, palette, seed, num_queries, dimension, max_views, gaps, dtype, with_codes, step,
+    threads,
+):  # fmt: skip
+    monkeypatch.setattr(scan_module, "VIEWS_A_STEP", 0)
     blocks = shard(seed, 80, max_views, dimension, palette=palette, gaps=gaps, empty=gaps, dtype=dtype)
     batch = queries(seed, num_queries, dimension, palette)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
@@ -105,9 +108,9 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
     kernel.vectors_per_step = step
     chance_P = np.random.default_rng(seed).random(sum(len(block.ids) for block in blocks))
     plain = numpy_index(blocks)
-    scan = Scan(blocks, kernel, codes=codes, views_a_step=0)
+    scan = Scan(blocks, kernel, codes=codes)
     for mask_P in (None, chance_P < 0.03, chance_P < 0.5, chance_P < 1):
-        assert as_bytes(scan.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
+        assert as_bytes(scan.search_with_counts(batch, 9, mask_P).hits) == as_bytes(plain.search(batch, 9, mask_P))
 
 
 @avx2
@@ -181,7 +184,8 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
     kernel = native.NativeKernel(threads)
     kernel.vectors_per_step = 20
     batch = queries(seed, num_queries, dimension)
-    actual = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
+    moved_block = block._replace(vectors_ND=misalign(block.vectors_ND, skew))
+    actual = Scan([moved_block], kernel, codes=codes).search_with_counts(batch, 9).hits
     assert as_bytes(actual) == as_bytes(numpy_index([block]).search(batch, 9))
 
 
@@ -191,7 +195,7 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
 def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
-    actual = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
+    actual = Scan(blocks, native.NativeKernel(1), codes=codes).search_with_counts(batch, 5).hits
     assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 5))
 
 
@@ -275,7 +279,7 @@ def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, que
     blocks, batch = shard(3, 2000, 4, 64, dtype="float32"), queries(3, num_queries, 64)
     kernel = native.NativeKernel(1)
     kernel.vectors_per_step, steps = 200, count_steps(kernel)
-    actual = Scan(blocks, kernel).search(batch, 20)
+    actual = Scan(blocks, kernel).search_with_counts(batch, 20).hits
     assert len(steps) > 20
     assert all(steps)
     assert as_bytes(actual) == as_bytes(numpy_index(blocks).search(batch, 20))
@@ -300,7 +304,7 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
     batch = np.concatenate([queries(seed, 2, 24), one])
     kernel = native.NativeKernel(1, tiles=tiles)
     steps = count_steps(kernel)
-    check_exact(Scan(blocks, kernel).search(batch, 7), batch, blocks, 7)
+    check_exact(Scan(blocks, kernel).search_with_counts(batch, 7).hits, batch, blocks, 7)
     assert len(steps) == len(blocks) + 1  # the step that was undone is made twice
     assert steps == sorted(steps, reverse=True)
 
@@ -316,7 +320,7 @@ def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shar
     block.vectors_ND[20:24] = np.where(np.arange(32) % 4, 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-8 - 2.0**-16)
     batch, kernel = np.ones((3, 32), np.float32), native.NativeKernel(1, tiles=tiles)
     steps = count_steps(kernel)
-    check_exact(Scan([block], kernel).search(batch, 3), batch, [block], 3)
+    check_exact(Scan([block], kernel).search_with_counts(batch, 3).hits, batch, [block], 3)
     assert steps == [True]
 
 
@@ -346,7 +350,8 @@ def test_vectors_and_queries_beyond_what_bfloat16_holds_are_ranked_rightly(shard
             for block in shard(2, 50, dtype="float32")
         ]
         batch = queries(2, 20) * np.float32(of_queries)
-        check_exact(Scan(blocks, native.NativeKernel(1, tiles=tiles)).search(batch, 7), batch, blocks, 7)
+        actual = Scan(blocks, native.NativeKernel(1, tiles=tiles)).search_with_counts(batch, 7).hits
+        check_exact(actual, batch, blocks, 7)
 
 
 @built

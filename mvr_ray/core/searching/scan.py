@@ -144,14 +144,9 @@ class Scan:
         *,
         codes: Sequence[Codes] | None = None,
         resident: bool = False,
-        queries_at_once: int = QUERIES_AT_ONCE,
-        candidates_at_once: int = CANDIDATES_AT_ONCE,
-        views_a_step: int = VIEWS_A_STEP,
     ) -> None:
         self.table = BlockTable(blocks, rows)
         self.kernel = kernel
-        self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
-        self.views_a_step = views_a_step
         self.has_codes = codes is not None
         own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
         vectors_per_step = kernel.vectors_per_step
@@ -173,10 +168,6 @@ class Scan:
         ]
         return scan
 
-    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Find the exact top k, as `search_with_counts`."""
-        return self.search_with_counts(queries_QD, k, mask_P).hits
-
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
@@ -191,7 +182,7 @@ class Scan:
         limit, num_queries = min(k + 1, sum(part.num_passages for part in steps)), len(queries_QD)
         if not limit or not num_queries:
             return CountedHits(no_hits(num_queries, k), np.zeros(num_queries, np.int64))
-        parts = [queries_QD[at : at + self.queries_at_once] for at in range(0, num_queries, self.queries_at_once)]
+        parts = [queries_QD[at : at + QUERIES_AT_ONCE] for at in range(0, num_queries, QUERIES_AT_ONCE)]
         batches = [reduce(QueryBatch.absorb, own) for own in zip(*self._by_threads(parts, limit, steps))]
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], num_queries, k)
         return CountedHits(hits, np.concatenate([batch.rescored_Q for batch in batches]))
@@ -202,7 +193,7 @@ class Scan:
         row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
         num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
         is_resident = any(step.resident for step in self.steps)
-        if is_resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
+        if is_resident or not 0 < num_views <= VIEWS_A_STEP * (len(self.steps) + 4):
             return None
         pairs = Pairs(np.tile(np.arange(num_queries), len(row_P)), np.repeat(row_P, num_queries))
         scores = join_pairs(self.rescore(queries_QD, pairs))
@@ -316,7 +307,7 @@ class QueryBatch:
         self.exact: list[ScoredPairs] = []
         self.rescored_Q = np.zeros(len(queries_QD), np.int64)
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
-        self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
+        self.max_pending = CANDIDATES_AT_ONCE + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
     def scan(self, part: StepPart, step_rows: Any) -> None:
