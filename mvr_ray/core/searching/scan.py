@@ -148,7 +148,8 @@ class Scan:
         self.table = BlockTable(blocks, rows)
         self.kernel = kernel
         self.has_codes = codes is not None
-        own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
+        pairs = zip(blocks, codes or [None] * len(blocks), strict=True)
+        own = [block_codes for block, block_codes in pairs if len(block.ids)]
         vectors_per_step = kernel.vectors_per_step
         if kernel.threads > 1:
             rounds = -(-self.table.num_vectors // (kernel.threads * vectors_per_step))
@@ -422,17 +423,6 @@ def _pop_parts(queue: deque[StepPart]) -> Iterator[StepPart]:
     with suppress(IndexError):
         while True:
             yield queue.popleft()
-
-
-def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
-    """Return the codes of the blocks with passages. Raises ShardIndexError unless each block has a code a vector."""
-    sizes = [len(block.vectors_ND) for block in blocks]
-    num_codes = [len(own.codes_ND) for own in codes]
-    if num_codes != sizes:
-        raise ShardIndexError(
-            f"there are codes of {sum(num_codes)} vectors, the embeddings are {sum(sizes)}; build the index again"
-        )
-    return [own for block, own in zip(blocks, codes) if len(block.ids)]
 
 
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
