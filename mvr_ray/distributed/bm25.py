@@ -15,13 +15,14 @@ from contextlib import contextmanager
 import numpy as np
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.searching.hybrid import best_positive
 from mvr_ray.distributed.indexing.lexical import open_statistics
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import K1, B, Postings, WordRule, indexed_text
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FloatArray, Hit, IntArray, Progress, no_progress
+from mvr_ray.types import Hit, Progress, no_progress
 
 
 @contextmanager
@@ -82,7 +83,7 @@ class StoredBM25:
         hit_lists: list[list[Hit]] = []
         for words in self.rule.tokenize(texts):
             scores = [postings.scores(words, self._statistics) for postings in self._postings]
-            rows = [_best_rows(scores_P, k) for scores_P in scores]
+            rows = [best_positive(scores_P, k) for scores_P in scores]
             best_scores = [scores_P[own] for scores_P, own in zip(scores, rows)]
             least = np.sort(np.concatenate(best_scores))[-k:].min(initial=np.inf)
             best = [
@@ -94,15 +95,6 @@ class StoredBM25:
             hit_lists.append([Hit(name, -score, NO_VIEW, -1, -1) for score, name in heapq.nsmallest(k, best)])
             progress("bm25", len(hit_lists), len(texts))
         return hit_lists
-
-
-def _best_rows(scores_P: FloatArray, k: int) -> IntArray:
-    """The rows of the k highest scores above 0, best first, equal scores by row."""
-    rows = np.flatnonzero(scores_P > 0)
-    if len(rows) > k:
-        kth = np.partition(scores_P[rows], len(rows) - k)[len(rows) - k]
-        rows = rows[scores_P[rows] >= kth]
-    return rows[np.argsort(-scores_P[rows], kind="stable")][:k]
 
 
 class BM25Index:
@@ -135,4 +127,4 @@ class BM25Index:
         if not words:
             return []
         scores_P = np.asarray(self._searcher.get_scores(words))
-        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in _best_rows(scores_P, k)]
+        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in best_positive(scores_P, k)]

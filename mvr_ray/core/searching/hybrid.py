@@ -68,7 +68,7 @@ def hybrid_search(
         for at, query in enumerate(queries.tolist()):
             candidates = _Candidates(query, rows_P, lexical_scores(query)[rows_P], weight, rescore)
             candidates.add_hits(dense.rows_QK[at], dense.scores_QK[at], dense.views_QK[at])
-            candidates.add_rows(_best(candidates.lexical_P, k))
+            candidates.add_rows(best_positive(candidates.lexical_P, k))
             if exact:
                 frontier = candidates.add_within_bound(dense.frontier_Q[at], k, DEPTH_FACTOR * depth)
             else:
@@ -92,10 +92,7 @@ def lexical_search(
     hits, rescored_Q = no_hits(num_queries, k), np.zeros(num_queries, np.int64)
     for query in range(num_queries):
         score_P = lexical_scores(query)[rows_P]
-        places = np.flatnonzero(score_P > 0)
-        if len(places) > k + 1:  # sort only the hits, the frontier and its ties
-            places = places[score_P[places] >= np.partition(score_P[places], -k - 1)[-k - 1]]
-        places = places[np.argsort(-score_P[places], kind="stable")]
+        places = best_positive(score_P, k + 1)
         best, rescored_Q[query] = places[:k], min(k, len(places))
         hits.rows_QK[query, : len(best)], hits.scores_QK[query, : len(best)] = rows_P[best], score_P[best]
         if len(places) > k:
@@ -163,10 +160,12 @@ class _Candidates:
         self.view_P[places] = view_C
 
 
-def _best(scores_P: FloatArray, k: int) -> IntArray:
-    """Find the places of the best k positive scores."""
+def best_positive(scores_P: FloatArray, k: int) -> IntArray:
+    """Find the places of the k highest scores above 0, best first, equal scores by place."""
     places = np.flatnonzero(scores_P > 0)
-    return places if len(places) <= k else places[np.argpartition(-scores_P[places], k - 1)[:k]]
+    if len(places) > k:  # sort only these and the ties of the last
+        places = places[scores_P[places] >= np.partition(scores_P[places], -k)[-k]]
+    return places[np.argsort(-scores_P[places], kind="stable")][:k]
 
 
 def system_name(weight: float | str) -> str:
