@@ -15,7 +15,7 @@ from mvr_ray.store.formats.records import (
     question_id,
     question_record,
 )
-from mvr_ray.store.formats.text_files import Row, csv_header, json_lines, open_text, tsv_rows
+from mvr_ray.store.formats.text_files import Row, csv_header, json_lines, open_text, separated_rows
 from mvr_ray.store.formats.training_rows import CONTEXTS, is_training_row, training_records
 
 
@@ -25,7 +25,7 @@ def read_dpr_tsv(path: Path) -> Iterator[Record]:
     A header in the first row may name further columns, which come with each passage as extras.
     """
     header = csv_header(path, "\t")
-    for row in tsv_rows(path, len(header) if header[:3] == ["id", "text", "title"] else 3):
+    for row in separated_rows(path, "\t", len(header) if header[:3] == ["id", "text", "title"] else 3):
         if isinstance(row, BadRow):
             yield row
         elif row.values[0] != "id":
@@ -54,7 +54,7 @@ def read_dpr_jsonl(path: Path) -> Iterator[Record]:
 
 def read_qas_csv(path: Path) -> Iterator[Record]:
     """Read `question` and its answers as a Python list, tab-separated. The list is parsed as a literal, never run."""
-    for number, row in enumerate(tsv_rows(path, 2)):
+    for number, row in enumerate(separated_rows(path, "\t", 2)):
         if isinstance(row, Row):
             text, literal = row.values
             answers = _literal_list(literal)

@@ -10,12 +10,13 @@ tabs part the columns, and quotes mean nothing.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record, question_record
-from mvr_ray.store.formats.text_files import Row, json_lines, open_text, tsv_rows
+from mvr_ray.store.formats.text_files import Row, json_lines, open_text, separated_rows
 from mvr_ray.store.formats.trec import read_qrels
 
 
@@ -74,7 +75,7 @@ def read_collection(path: Path) -> Iterator[Record]:
     """Read the rows of MS MARCO's collection; the first row says whether it has passages or documents."""
     with open_text(path) as file:
         columns = 4 if file.readline().count("\t") == 3 else 2
-    for row in tsv_rows(path, columns, is_quoted=False):
+    for row in separated_rows(path, "\t", columns, is_quoted=False):
         if isinstance(row, BadRow):
             yield row
         elif columns == 2:
@@ -103,19 +104,17 @@ def _beir_queries(path: Path) -> Iterator[Row | BadRow]:
         yield row if isinstance(row, BadRow) else Row((row.values.get("_id"), row.values.get("text")), row.where)
 
 
-def _marco_queries(path: Path) -> Iterator[Row | BadRow]:
-    return tsv_rows(path, 2, is_quoted=False)
-
-
 def _present(folder: Path, name: str) -> list[Path]:
     return [file for end in ("", ".gz", ".bz2") if (file := folder / f"{name}{end}").is_file()]
 
+
+_MARCO_QUERIES = partial(separated_rows, delimiter="\t", num_columns=2, is_quoted=False)
 
 JUDGED_FOLDERS = {
     "beir": JudgedFolder(
         "a BEIR", "corpus.jsonl", "queries.jsonl", "qrels/{}.tsv", _read_documents, _beir_queries, "document"
     ),
     "msmarco": JudgedFolder(
-        "an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _marco_queries, "passage"
+        "an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _MARCO_QUERIES, "passage"
     ),
 }

@@ -82,12 +82,6 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
             yield Row(values, where) if isinstance(values, dict) else BadRow(where, "not a JSON object")
 
 
-def tsv_rows(path: Path, num_columns: int | None, is_quoted: bool = True) -> Iterator[Row | BadRow]:
-    """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes. None: as many
-    columns as the first row has."""
-    yield from _separated_rows(path, "\t", num_columns, is_quoted)
-
-
 def first_cells(path: Path) -> list[str]:
     """Return the cells of the first line of a tab-separated file, without their quotes."""
     csv.field_size_limit(sys.maxsize)
@@ -97,7 +91,7 @@ def first_cells(path: Path) -> list[str]:
 
 def csv_header(path: Path, delimiter: str = ",") -> list[str]:
     """Return the column names of a separated file, as `csv_rows` names them."""
-    return _header(next(_separated_rows(path, delimiter), None))
+    return _header(next(separated_rows(path, delimiter), None))
 
 
 def _header(row: Row | BadRow | None) -> list[str]:
@@ -111,7 +105,7 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
 
     Raises DataError for a header that is not UTF-8, lacks one of `columns` or has one twice.
     """
-    rows = _separated_rows(path, delimiter)
+    rows = separated_rows(path, delimiter)
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} is empty; it needs a header and rows")
@@ -133,11 +127,12 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
         yield row if isinstance(row, BadRow) else Row(dict(zip(header, row.values)), row.where)
 
 
-def _separated_rows(
+def separated_rows(
     path: Path, delimiter: str, num_columns: int | None = None, is_quoted: bool = True
 ) -> Iterator[Row | BadRow]:
-    """Yield rows of `num_columns`; None: as many as the first row, a header, has. A bad row yields a BadRow for each of
-    its lines: a quote that is not closed takes in the rows after it."""
+    """Yield rows of `num_columns`, quoted as Python's csv module does, or without quotes. None: as many columns as the
+    first row has. A bad row yields a BadRow for each of its lines: a quote that is not closed takes in the rows after
+    it."""
     csv.field_size_limit(sys.maxsize)
     quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with open_text(path) as file:

@@ -19,7 +19,7 @@ from mvr_ray.store.formats.records import (
     question_id,
     question_record,
 )
-from mvr_ray.store.formats.text_files import tsv_rows
+from mvr_ray.store.formats.text_files import separated_rows
 
 CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 """Names in DPR's training rows of the positive passages, the hard negatives, and the negatives in place of these."""
@@ -33,7 +33,7 @@ NOT_TRAINING = ("text", "contents", "positive_ids")
 
 def read_triples(path: Path) -> Iterator[Record]:
     """Read `question`, `positive` and negatives, tab-separated without header and quotes, as MS MARCO's triples are."""
-    for number, row in enumerate(tsv_rows(path, None, is_quoted=False)):
+    for number, row in enumerate(separated_rows(path, "\t", is_quoted=False)):
         if isinstance(row, BadRow):
             yield row
         else:
