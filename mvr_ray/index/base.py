@@ -42,7 +42,6 @@ class IndexParams:
 class ShardIndex(ABC):
     """An open index of one shard."""
 
-    kind: ClassVar[str]
     exact: ClassVar[bool]
 
     def __init__(self, scan: Scan) -> None:

@@ -34,8 +34,6 @@ MAX_GPU_FETCH = 2048
 class FaissIndex(ApproximateIndex):
     """A Faiss index file, mapped, or copied to a GPU."""
 
-    kind = "faiss"
-
     def __init__(
         self,
         params: IndexParams,

@@ -98,7 +98,6 @@ class FlatIndex(ShardIndex):
     streamed. Batches of queries scan fp16 vectors where these are in memory and the processor scans them faster than
     their codes."""
 
-    kind = "flat"
     exact = True
 
     def __init__(

@@ -35,8 +35,6 @@ LEVEL_SEED = 100
 class HnswIndex(ApproximateIndex):
     """An hnswlib index file, loaded into memory."""
 
-    kind = "hnsw"
-
     def __init__(
         self,
         params: IndexParams,

@@ -136,10 +136,6 @@ class Kernel(ABC):
         """Copy host rows to the device, in their own dtype."""
         return rows
 
-    def get(self, array: Any) -> NDArray[Any]:
-        """Copy a device array to the host."""
-        return array
-
     def running(self) -> AbstractContextManager[None]:
         """Return the context of the kernel's calls in a thread."""
         return nullcontext()
@@ -248,6 +244,7 @@ class TorchKernel(Kernel):
         return torch.from_numpy(_as_writeable(rows)).to(self.device)
 
     def get(self, array: Any) -> NDArray[Any]:
+        """Copy a device array to the host."""
         return array.cpu().numpy()
 
     def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:

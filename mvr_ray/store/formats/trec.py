@@ -23,9 +23,7 @@ _SPACE = re.compile(r"\s")
 class RunLine(NamedTuple):
     question_id: str
     passage_id: str
-    rank: int
     score: float
-    tag: str
 
 
 def run_lines(question_id: str, hits: Iterable[tuple[str, float]], tag: str) -> Iterator[str]:
@@ -50,9 +48,10 @@ def read_trec_run(path: Path) -> Iterator[RunLine]:
                 continue
             if len(parts) != 6:
                 raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}, not the 6 of a TREC run")
-            question_id, _, passage_id, rank, score, tag = parts
+            question_id, _, passage_id, rank, score, _ = parts
             try:
-                run_line = RunLine(question_id, passage_id, int(rank), float(score), tag)
+                int(rank)
+                run_line = RunLine(question_id, passage_id, float(score))
                 if math.isnan(run_line.score):  # no score is above or below it
                     raise ValueError
             except ValueError:

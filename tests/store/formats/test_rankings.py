@@ -118,7 +118,7 @@ def test_msmarco_run(tmp_path: Path):
 def test_trec_run_reads_back(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.txt", "trec", tag="mine")
     assert (tmp_path / "r.txt").read_text() == "q1 Q0 p2 1 81.373210 mine\nq1 Q0 p1 2 80.500000 mine\n"
-    assert [line[:3] for line in read_trec_run(tmp_path / "r.txt")] == [("q1", "p2", 1), ("q1", "p1", 2)]
+    assert [*read_trec_run(tmp_path / "r.txt")] == [("q1", "p2", 81.37321), ("q1", "p1", 80.5)]
 
 
 scores = st.lists(
