@@ -21,6 +21,7 @@ from mvr_ray.core.refining.aopt import (
     softmax_step,
 )
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, label_matrices
+from mvr_ray.core.searching import native
 
 
 def matrices(signs_NQ: np.ndarray) -> LabelMatrices:
@@ -293,13 +294,18 @@ SINGLE = ["float64", *(["compiled"] if native_step.library() else [])]
 
 
 @contextmanager
-def stepped_by(name: str, part: int = 512) -> Iterator[None]:
+def stepped_by(name: str, part: int = 512, threads: int = 2) -> Iterator[None]:
     """The step in single precision by the compiled loop, so many vectors at a time, or without it in float64."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "float64":
             patch.setattr(native_step, "library", lambda: None)
         patch.setattr(native_step, "ROWS_AT_ONCE", part)
+        patch.setattr(native, "num_threads", lambda: threads)
         yield
+
+
+def values_of(vectors: native_step.Int16Vectors) -> np.ndarray:
+    return vectors.whole_QD * vectors.unit_Q[:, None]
 
 
 def step_by_equations(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int, np.ndarray]:
@@ -328,7 +334,7 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(dtype, seed: i
     with stepped_by("compiled", part):
         single = passage_step(views, queries, matrices(signs), step_size=0.05, single=True)
     error = 0.05 * 60 * 2.0**-24 + 2.0**-23
-    assert_moved(single, step_by_equations(views, native_step.to_int16(queries).values(), signs, 0.05), error)
+    assert_moved(single, step_by_equations(views, values_of(native_step.to_int16(queries)), signs, 0.05), error)
     unit, least = queries.max() / 65534, (views.astype(float) @ queries.T.astype(float)).min()
     away = 2 * unit / least * (1 + np.abs(views.astype(float)).sum(axis=1).max() * queries.max() / least)
     assert_moved(single, step_by_equations(views, queries, signs, 0.05), 1.01 * 0.05 * away + error)
@@ -365,12 +371,12 @@ def test_partners_are_rounded_to_the_nearest_whole_number_of_a_unit_of_their_own
     exact = vectors.astype(np.float64)
     whole = native_step.to_int16(vectors)
     with stepped_by("compiled", part):
-        actual = native_step.to_int16(vectors, 2)
+        actual = native_step.to_int16(vectors)
     assert [column.tobytes() for column in actual] == [column.tobytes() for column in whole]
     zero_Q = most_Q < 2.0**-110
     np.testing.assert_array_equal(actual.unit_Q, np.where(zero_Q, 0, most_Q / np.float32(32767)))
     assert (np.abs(actual.whole_QD).max(axis=1) == np.where(zero_Q, 0, 32767)).all()
-    away_Q = np.abs(actual.values().astype(np.float64) - exact).max(axis=1)
+    away_Q = np.abs(values_of(actual).astype(np.float64) - exact).max(axis=1)
     assert (away_Q <= np.where(zero_Q, 2.0**-110, most_Q * (1 / 65534 + 2.0**-22))).all()
 
 
@@ -411,12 +417,11 @@ def test_the_compiled_step_has_the_same_bytes_for_any_number_of_threads_and_any_
     rows = np.arange(0, 300, 2)
     every = []
     for threads, part in ((1, 1000), (2, 7), (3, 1), (5, 64)):
-        with stepped_by("compiled", part):
-            result = native_step.step(views, queries, labels, rows, 0.1, threads)
+        with stepped_by("compiled", part, threads):
+            result = native_step.step(views, queries, labels, rows, 0.1)
         every.append(result.moved_MD.tobytes() + result.scores_M2.tobytes())
     assert len(set(every)) == 1
-    with stepped_by("compiled"):
-        alone = native_step.step(views, queries, labels, rows[77:78], 0.1, 1)
+    alone = native_step.step(views, queries, labels, rows[77:78], 0.1)
     assert alone.moved_MD.tobytes() == result.moved_MD[77:78].tobytes()
 
 
@@ -445,10 +450,10 @@ def test_every_half_is_widened_exactly_and_flushing_threads_change_no_byte():
     rows, torch_flushes = np.arange(len(every)), torch.set_flush_denormal(True)
     try:
         assert torch_flushes
-        result = native_step.step(every, queries, labels, rows, 0.0, 1)
+        result = native_step.step(every, queries, labels, rows, 0.0)
     finally:
         torch.set_flush_denormal(False)
-    again = native_step.step(every, queries, labels, rows, 0.0, 1)
+    again = native_step.step(every, queries, labels, rows, 0.0)
     assert result.scores_M2.tobytes() == again.scores_M2.tobytes()
     finite = np.isfinite(result.moved_MD).all(axis=1)
     assert finite.sum() > 0.9 * len(every)

@@ -29,7 +29,6 @@ LIBRARY, INTERFACE = "mvr_ray.core._step", 2
 LANES = 16  # as in step.c
 KINDS = {"float32": 0, "float16": 1}
 ROWS_AT_ONCE = 1024  # a thread's batch
-LINE = 64
 
 
 class StepVectors(NamedTuple):
@@ -44,9 +43,6 @@ class Int16Vectors(NamedTuple):
 
     whole_QD: NDArray[np.int16]
     unit_Q: NDArray[np.float32]
-
-    def values(self) -> NDArray[np.float32]:
-        return self.whole_QD * self.unit_Q[:, None]
 
 
 class _Labels(ctypes.Structure):
@@ -67,28 +63,26 @@ def library() -> ctypes.CDLL | None:
     return loop
 
 
-def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors:
+def to_int16(vectors_QD: FloatArray) -> Int16Vectors:
     """Convert each vector to 16-bit integers with a unit of its own, the largest 32,767. A vector of numbers below
     2^-110 is zero; the unit of one with an infinity or NaN is NaN. `library` must not be None."""
     vectors_QD = np.ascontiguousarray(vectors_QD, np.float32)
     loop, (count, dimension) = library(), vectors_QD.shape
     assert loop is not None, "check `library` first"
-    buffer = np.empty(2 * vectors_QD.size + LINE, np.uint8)
-    start = -buffer.ctypes.data % LINE
-    whole = buffer[start:][: 2 * vectors_QD.size].view(np.int16)
-    result = Int16Vectors(whole.reshape(count, dimension), np.empty(count, np.float32))
+    result = Int16Vectors(native.line_zeros((count, dimension), np.int16), np.empty(count, np.float32))
 
     def run_rows(low: int, high: int) -> None:
         addresses = result.whole_QD.ctypes.data, result.unit_Q.ctypes.data
         loop.mvr_round(vectors_QD.ctypes.data, low, high, dimension, *addresses)
 
-    _run_in_threads(run_rows, count, threads)
+    _run_in_threads(run_rows, count)
     return result
 
 
-def _run_in_threads(run_rows: Callable[[int, int], None], count: int, threads: int | None) -> None:
-    """Run batches of `ROWS_AT_ONCE` of `count` rows in threads."""
-    with ThreadPoolExecutor(threads or native.num_threads()) as pool:
+def _run_in_threads(run_rows: Callable[[int, int], None], count: int) -> None:
+    """Run batches of `ROWS_AT_ONCE` of `count` rows in threads: torch's number of them where it is loaded, else
+    OMP_NUM_THREADS or one a processor."""
+    with ThreadPoolExecutor(native.num_threads()) as pool:
         list(pool.map(lambda low: run_rows(low, min(low + ROWS_AT_ONCE, count)), range(0, count, ROWS_AT_ONCE)))
 
 
@@ -98,12 +92,8 @@ def step(
     labels: LabelMatrices,
     rows_M: IntArray,
     step_size: float,
-    threads: int | None = None,
 ) -> StepVectors:
-    """Step vectors `rows_M`, some of which may lie outside the loss's domain. `library` must not be None.
-
-    `threads` None: the number of torch where it is loaded, else OMP_NUM_THREADS or one a processor.
-    """
+    """Step vectors `rows_M`, some of which may lie outside the loss's domain. `library` must not be None."""
     loop = library()
     assert loop is not None, "check `library` first"
     dimension = vectors_ND.shape[1]
@@ -114,7 +104,7 @@ def step(
             f"{[matrix.shape for matrix in labels]}; give one dimension, and labels of shape {shape}"
         )
     vectors_ND = np.ascontiguousarray(vectors_ND, None if vectors_ND.dtype.name in KINDS else np.float32)
-    partners = to_int16(partners_QD, threads)
+    partners = to_int16(partners_QD)
     rows_M = np.ascontiguousarray(rows_M, np.int64)
     numbers = [_numbers(matrix) for matrix in labels]
     both = (_Labels * 2)(*(_Labels(ptr.ctypes.data, index.ctypes.data, ptr.itemsize == 8) for ptr, index in numbers))
@@ -128,7 +118,7 @@ def step(
             result.moved_MD.ctypes.data, result.scores_M2.ctypes.data, space.ctypes.data,
         )  # fmt: skip
 
-    _run_in_threads(run_rows, len(rows_M), threads)
+    _run_in_threads(run_rows, len(rows_M))
     return result
 
 

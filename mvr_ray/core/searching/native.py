@@ -283,7 +283,7 @@ class Avx2Kernel(CompiledKernel):
             unit_Q = np.pad(unit_Q, (0, -num_queries % 4))
         is_single = num_queries == 1 and not (with_codes and dimension % LANES)
         rows, width = (1, 1) if is_single else (4, 32 // np.dtype(dtype).itemsize)
-        rows_QD = _line_zeros((num_queries + -num_queries % rows, dimension + -dimension % width), dtype)
+        rows_QD = line_zeros((num_queries + -num_queries % rows, dimension + -dimension % width), dtype)
         rows_QD[:num_queries, :dimension] = values_QD
         return PaddedQueries(rows_QD, plain.low_QK, plain.rounding_Q, unit_Q=unit_Q)
 
@@ -306,7 +306,7 @@ class Avx2Kernel(CompiledKernel):
         """Compute best_PQ, the best inner product over `counts_P` vectors from `first_P` on."""
         rows_QD = queries.queries_QD
         num_rows, row_bytes = len(rows_QD), rows_QD.strides[0]
-        space = _line_zeros((TILE_ROWS, row_bytes), np.uint8)
+        space = line_zeros((TILE_ROWS, row_bytes), np.uint8)
         best_PQ = np.full((len(counts_P), num_rows), -np.inf, np.float32)
         self.loops.mvr_best_views(
             KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N), _address(first_P),
@@ -452,7 +452,7 @@ def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
     )
 
 
-def _line_zeros(shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[Any]:
+def line_zeros(shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[Any]:
     """Allocate zeros from the start of a cache line on: loads that cross lines halve the speed of products."""
     num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
     memory = np.zeros(num_bytes + 64, np.uint8)
