@@ -132,7 +132,7 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
         damage = [(paths.corpus_version(version.corpus, version.corpus_digest), f"cannot be read ({error})")]
     else:
         cure = UPDATED_CURE if corpus.info.parent else cure
-        files, damage = corpus.files(), corpus.find_damage()
+        files, damage = corpus.verify()
         num_files, num_bytes = num_files + len(files), num_bytes + sum(file.num_bytes for file in files)
     return VerifyReport(num_files, num_bytes, [*problems, *(Problem(NO_SHARD, *own, cure) for own in damage)])
 

@@ -302,7 +302,7 @@ class _PublishJob:
             message = f"{problem.path} {problem.reason}"
             raise RequestError(422, "no_encoder", "manifest.encoder_fingerprint", message, problem.cure)
         try:
-            for path, reason in Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).find_damage():
+            for path, reason in Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).verify().damage:
                 raise RequestError(422, "no_corpus", "manifest.corpus_digest", f"{path} {reason}", hint)
         except AccessError:
             raise

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, ValidationError
@@ -445,36 +445,39 @@ class Corpus:
                 except StorageError as error:
                     yield path, f"cannot be opened ({error})"
 
-    def files(self) -> "list[CorpusFile]":
-        """Return the description of each file: of the parts, and of the question sets that have one."""
-        sets = (self._set_or_reason(name) for name in question_sets(self))
-        return [*self.info.part_files, *(own for own in sets if isinstance(own, SetInfo))]
-
-    def find_damage(self) -> list[tuple[str, str]]:
-        """Compare every part and question set in the store with its digest; returns path and reason of each that
-        differs."""
+    def verify(self) -> "CorpusReport":
+        """Compare every part and question set in the store with its digest."""
+        files: list[CorpusFile] = [*self.info.part_files]
+        set_damage = []
+        for name in question_sets(self):
+            try:
+                info = question_set(self, name)
+            except StorageError as error:
+                path = paths.question_set(self.name, self.digest, name)
+                set_damage.append((path, f"cannot be read ({error})"))
+            else:
+                files += [info] if info else []
 
         def check(file: "CorpusFile") -> tuple[str, str]:
             path = self._path_of(file)
             return path, self.store.damage(path, file.num_bytes, file.sha256)
 
-        reasons = [*self.store.for_each(check, self.files())]
-        for name in question_sets(self):
-            if isinstance(reason := self._set_or_reason(name), str):
-                reasons.append((paths.question_set(self.name, self.digest, name), reason))
-        return [(path, reason) for path, reason in reasons if reason]
-
-    def _set_or_reason(self, name: str) -> "SetInfo | str | None":
-        try:
-            return question_set(self, name)
-        except StorageError as error:
-            return f"cannot be read ({error})"
+        damage = [(path, reason) for path, reason in self.store.for_each(check, files) if reason]
+        return CorpusReport(files, damage + set_damage)
 
     def _path_of(self, info: "CorpusFile") -> str:
         return f"{paths.corpus_dir(self.name)}/{info.file}"
 
 
 CorpusFile = PartInfo | ChangesInfo | SetInfo
+
+
+class CorpusReport(NamedTuple):
+    """The descriptions of the files of a corpus, those of question sets that have one included, and path and reason of
+    each file that differs from its description or cannot be read."""
+
+    files: list[CorpusFile]
+    damage: list[tuple[str, str]]
 
 
 def question_set(corpus: Corpus, name: str) -> SetInfo | None:

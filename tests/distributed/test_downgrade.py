@@ -208,7 +208,7 @@ def test_a_newer_question_set_is_refused_by_name_and_nothing_is_changed_beside_i
         lambda: update(run.prepare, store, str(changes)),
         lambda: prepare(run.prepare, store),
     )
-    [(damaged_path, reason)] = corpus.find_damage()
+    [(damaged_path, reason)] = corpus.verify().damage
     assert damaged_path == path and "has format version 2, this program reads 1" in reason
     before = content(store)
     assert collect_corpus(store, CORPUS, grace_s=0) == [] and content(store) == before

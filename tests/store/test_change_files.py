@@ -351,7 +351,7 @@ def test_a_follower_killed_at_any_call_applies_each_file_once(tmp_path: Path, re
         states.append(Corpus.open(store, "corpus").info == expected)
         assert states[-1] or Corpus.open(store, "corpus").info == first.info
         apply_next(store, source)
-        assert Corpus.open(store, "corpus").info == expected and Corpus.open(store, "corpus").find_damage() == []
+        assert Corpus.open(store, "corpus").info == expected and Corpus.open(store, "corpus").verify().damage == []
         assert texts_of(store) == {"p0": "second", "p2": "first", "p7": "newer"}
     assert states == sorted(states) and {*states} == {False, True}
     counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(calls).items()))

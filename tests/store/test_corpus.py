@@ -228,7 +228,7 @@ def test_a_description_of_questions_that_names_no_corpus_is_of_the_one_that_it_l
     first = {key: fields[key] for key in ("name", "file", "num_questions", "num_bytes", "sha256")}
     store.write_bytes(path, json.dumps(json_with_checksum(first)).encode())
     assert read_questions(corpus, "set") == [Question("1", "why?")]
-    assert corpus.find_damage() == []
+    assert corpus.verify().damage == []
 
 
 def set_file(corpus: Corpus, name: str) -> str:
@@ -267,7 +267,7 @@ def test_a_question_set_is_refused_wherever_a_byte_of_it_is_flipped_or_cut_off(t
         refusals = sum(answers_after(corpus, path, data) is None for data in corruptions)
         assert refusals == len(corruptions), "not one was read"
         corpus.store.write_bytes(path, corruptions[-1])
-        assert [bad for bad, _ in corpus.find_damage()] == [path]
+        assert [bad for bad, _ in corpus.verify().damage] == [path]
         assert answers_after(corpus, path, whole) == ASKED
         cases += refusals
     record_property("figures", f"{cases} damaged files, all refused by name")
@@ -341,7 +341,7 @@ def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
         again.part(1)
     with pytest.raises(DigestError):
         again.get([str(i) for i in range(50)])
-    assert [bad for bad, _ in again.find_damage()] == [path]
+    assert [bad for bad, _ in again.verify().damage] == [path]
     corpus.store.write_bytes(path, whole)
     assert Corpus.open(corpus.store, "corpus").part(1).ids() == corpus.part(1).ids()
 
@@ -403,11 +403,11 @@ def test_a_publication_in_the_place_of_another_is_damage(corpus: Corpus):
 
 
 def test_damage_is_named(corpus: Corpus):
-    assert corpus.find_damage() == []
+    assert corpus.verify().damage == []
     path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
     data = corpus.store.read_bytes(path)
     corpus.store.write_bytes(path, data[:-1] + b"X")
-    assert corpus.find_damage() == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
+    assert corpus.verify().damage == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
     corpus.store.write_bytes(path, data[:-1])
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)

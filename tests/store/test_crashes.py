@@ -189,13 +189,13 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
         assert len(run_and_kill(partial(update, cfg, store, str(changes)), at)) == at
         last = Corpus.open(store, "corpus")
-        assert last.digest in (old.digest, new.digest) and last.find_damage() == []
-        assert Corpus.open(store, "corpus", old.digest).find_damage() == []
+        assert last.digest in (old.digest, new.digest) and last.verify().damage == []
+        assert Corpus.open(store, "corpus", old.digest).verify().damage == []
         outcomes.append(last.digest == new.digest)
         update(cfg, store, str(changes))
         again = Corpus.open(store, "corpus")
         assert (again.info.parts, again.number) == (new.info.parts, new.number)
-        assert list(again) == list(new) and again.find_damage() == []
+        assert list(again) == list(new) and again.verify().damage == []
         assert read_questions(again, "dev") == read_questions(new, "dev")
         assert {file.name: file.num_bytes for file in store.stored_files(paths.corpus_dir("corpus"))}.items() >= {
             file.name: file.num_bytes for file in whole.stored_files(paths.corpus_dir("corpus"))

@@ -67,7 +67,7 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert corpus.info.questions == {"q": 2}
     assert {what for what, _, _ in calls} == {"rows read", "parts written"}
     assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
-    assert corpus.find_damage() == []
+    assert corpus.verify().damage == []
 
 
 @pytest.mark.parametrize(("settings", "times"), [({}, 1), ({"max_passages": 20}, 3), ({"chunk_words": 5}, 2)])
@@ -454,7 +454,7 @@ def test_stopped_anywhere_the_corpus_stays_whole_and_the_same_command_finishes(
         == {"SIGKILL": -signal.SIGKILL, "SIGINT": signal.SIGINT}[stop]
     )
     corpus = Corpus.open(store, "corpus")
-    assert corpus.find_damage() == []
+    assert corpus.verify().damage == []
     assert corpus.digest == before.digest
     assert sum(1 for _ in corpus) == 20
     if stop == "SIGINT":

@@ -101,7 +101,7 @@ def test_after_any_changes_the_corpus_is_that_of_sources_that_had_them(tmp_path_
         other = make_corpus(store, write, now, shards, name="other")
         assert list(after) == list(other)
         assert [len(after.part(shard)) for shard in range(shards)] == [len(other.part(at)) for at in range(shards)]
-        assert after.find_damage() == []
+        assert after.verify().damage == []
         event(f"parts with a file of changes: {num_deltas(after)}")
 
 
@@ -192,7 +192,7 @@ def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
     path = f"corpora/corpus/{changes.file}"
     data = store.read_bytes(path)
     store.write_bytes(path, data.replace(b"new", b"old"))
-    assert [name for name, _ in corpus.find_damage()] == [path]
+    assert [name for name, _ in corpus.verify().damage] == [path]
     with pytest.raises(DigestError, match=r"is damaged .* prepare CONFIG` and then every later update again"):
         Corpus.open(store, "corpus").part(0)
 
@@ -822,4 +822,4 @@ def test_of_two_processes_that_update_at_the_same_moment_exactly_one_wins(tmp_pa
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", ("mine", "other")[ends.index(0)]}
     update(CONFIG, store, str(files[ends.index(3)]))
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
-    assert Corpus.open(store, "corpus").find_damage() == []
+    assert Corpus.open(store, "corpus").verify().damage == []
