@@ -32,7 +32,7 @@ from peers import PEERS, Peer, environment
 from squad_files import DEV, TRAIN
 
 from mvr_ray.config import RunConfig, SourceConfig
-from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.searching.native import library
 from mvr_ray.distributed.encoders import make_encoder
 from mvr_ray.distributed.indexing.encode import embed_chunk
@@ -103,7 +103,7 @@ def real_views() -> NDArray[np.float16]:
     """Return MiniLM's views of all paragraphs that have eight, cached under .peers/; empty without the data."""
     cache_file = PEERS / "engines-views.npy"
     if not cache_file.exists():
-        splitter, passages = load_punkt(), []
+        splitter, passages = Splitter(), []
         for path in (TRAIN, DEV):
             if path.exists():
                 records = read_source(SourceConfig(path=str(path), format="squad"))

@@ -278,31 +278,28 @@ def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
 
 def checked_questions(questions: Iterable[Question], name: str) -> list[Question]:
     """Return the questions of a set. Raises DataError for one that no set can hold."""
-    return [_checked_question(question, name) for question in questions]
-
-
-def _checked_question(question: Question, name: str) -> Question:
-    if not question.id or not question.text.strip():
-        raise DataError(f"question set {name!r}: question {question.id!r} has no id or no text")
-    if question.answer_starts and len(question.answer_starts) != len(question.answers):
-        raise DataError(
-            f"question set {name!r}: question {question.id!r} has {count_noun(len(question.answers), 'answer')} and "
-            f"{count_noun(len(question.answer_starts), 'answer start')}; give one each, -1 where unknown"
-        )
-    if question.teacher_scores and len(question.teacher_scores) != 1 + len(question.hard_negative_ids):
-        raise DataError(
-            f"question set {name!r}: question {question.id!r} has "
-            f"{count_noun(len(question.hard_negative_ids), 'hard negative')} and "
-            f"{count_noun(len(question.teacher_scores), 'teacher score')}; give one for the positive and "
-            f"one for each negative"
-        )
-    if question.positive_grades and len(question.positive_grades) != len(question.positive_ids):
-        raise DataError(
-            f"question set {name!r}: question {question.id!r} has "
-            f"{count_noun(len(question.positive_ids), 'positive id')} and "
-            f"{count_noun(len(question.positive_grades), 'grade')}; give one each"
-        )
-    return question
+    rows = list(questions)
+    for question in rows:
+        where, num_negatives = f"question set {name!r}: question {question.id!r}", len(question.hard_negative_ids)
+        if not question.id or not question.text.strip():
+            raise DataError(f"{where} has no id or no text")
+        if question.answer_starts and len(question.answer_starts) != len(question.answers):
+            raise DataError(
+                f"{where} has {count_noun(len(question.answers), 'answer')} and "
+                f"{count_noun(len(question.answer_starts), 'answer start')}; give one each, -1 where unknown"
+            )
+        if question.teacher_scores and len(question.teacher_scores) != 1 + num_negatives:
+            raise DataError(
+                f"{where} has {count_noun(num_negatives, 'hard negative')} and "
+                f"{count_noun(len(question.teacher_scores), 'teacher score')}; give one for the positive and "
+                f"one for each negative"
+            )
+        if question.positive_grades and len(question.positive_grades) != len(question.positive_ids):
+            raise DataError(
+                f"{where} has {count_noun(len(question.positive_ids), 'positive id')} and "
+                f"{count_noun(len(question.positive_grades), 'grade')}; give one each"
+            )
+    return rows
 
 
 def _map_undescribed(path: Path) -> list[pa.RecordBatch]:

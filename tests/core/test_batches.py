@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, join_batch, negatives_for, plan_epoch, rank_share
 from mvr_ray.core.learning.cloze import cloze_example
@@ -112,7 +112,7 @@ TEXT = "The Rhine rises in the Alps of Switzerland. It flows north to the sea. B
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_cloze_question_is_a_sentence_that_left_its_passage_and_knows_where_it_stood(seed):
-    example = cloze_example(Passage("p", "Rhine", TEXT), load_punkt(), 0.0, np.random.default_rng(seed))
+    example = cloze_example(Passage("p", "Rhine", TEXT), Splitter(), 0.0, np.random.default_rng(seed))
     assert example.text in TEXT
     assert example.text not in example.passage.text
     assert sorted((example.text + " " + example.passage.text).split()) == sorted(TEXT.split())
@@ -127,13 +127,13 @@ def test_a_cloze_question_is_a_sentence_that_left_its_passage_and_knows_where_it
 
 
 def test_a_kept_cloze_sentence_stays_and_points_at_itself():
-    example = cloze_example(Passage("p", "Rhine", TEXT), load_punkt(), 1.0, np.random.default_rng(0))
+    example = cloze_example(Passage("p", "Rhine", TEXT), Splitter(), 1.0, np.random.default_rng(0))
     assert example.passage.text == TEXT
     assert TEXT[example.answer_start :].startswith(example.text)
 
 
 def test_a_passage_of_one_sentence_keeps_it():
-    example = cloze_example(Passage("p", "", "Only one sentence is here."), load_punkt(), 0.0, np.random.default_rng(0))
+    example = cloze_example(Passage("p", "", "Only one sentence is here."), Splitter(), 0.0, np.random.default_rng(0))
     assert example.passage.text == example.text == "Only one sentence is here."
 
 
@@ -178,5 +178,5 @@ def test_a_cloze_question_is_a_short_sentence_only_where_there_is_no_long_one():
     short, long = "Salt is old.", "Trade with the north was older than the town."
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        assert cloze_example(Passage("p", "", f"{short} {long}"), load_punkt(), 0.0, rng).text == long
-    assert cloze_example(Passage("p", "", short), load_punkt(), 0.0, rng).text == short
+        assert cloze_example(Passage("p", "", f"{short} {long}"), Splitter(), 0.0, rng).text == long
+    assert cloze_example(Passage("p", "", short), Splitter(), 0.0, rng).text == short

@@ -14,10 +14,10 @@ from mvr_ray.core.encoding.snippets import (
     KNOWN_ABBREVIATIONS,
     TERMINATORS,
     PunktParams,
+    Splitter,
     equal_splits,
     find_snippet,
     import_punkt,
-    load_punkt,
     merge_snippets,
     packaged_params,
     sentence_spans,
@@ -26,7 +26,7 @@ from mvr_ray.core.encoding.snippets import (
 )
 from mvr_ray.errors import EncoderError
 
-SPLITTER = load_punkt()
+SPLITTER = Splitter()
 BY_HAND = [
     ("nothing to merge", [5, 3, 4], 3, [(0, 1), (1, 2), (2, 3)]),
     ("no sentence", [], 4, []),
@@ -166,9 +166,9 @@ def test_sentences_are_told_from_abbreviations():
 )
 def test_sentences_of_other_scripts_end_at_their_marks_and_at_blank_lines(between, sentences):
     text = between.join(sentences)
-    for splitter in (SPLITTER, load_punkt(train_punkt(sentences * 9))):
+    for splitter in (SPLITTER, Splitter(train_punkt(sentences * 9))):
         assert [text[start:end] for start, end in sentence_spans(text, splitter)] == sentences
-    earlier = load_punkt(dataclasses.replace(packaged_params(), terminators=""))
+    earlier = Splitter(dataclasses.replace(packaged_params(), terminators=""))
     ends = {end for _, end in earlier.spans(text)}
     assert ends <= {end for _, end in SPLITTER.spans(text)}
 
@@ -199,7 +199,7 @@ def test_parameters_of_earlier_programs_stay_as_they_are_and_split_as_they_did()
     earlier = dataclasses.replace(packaged_params(), terminators="")
     text = earlier.to_json()
     assert "terminators" not in json.loads(text) and PunktParams.from_json(text) == earlier
-    assert load_punkt(earlier).spans("大学。它位\n\nThe end. So.") == [(0, 15), (16, 19)]
+    assert Splitter(earlier).spans("大学。它位\n\nThe end. So.") == [(0, 15), (16, 19)]
 
 
 def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
@@ -209,7 +209,7 @@ def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
     assert "xq" in params.abbreviations
     assert "value" in params.lowercase_words
     text = "The xq. value is here. It is new."
-    assert len(sentence_spans(text, load_punkt(params))) == 2
+    assert len(sentence_spans(text, Splitter(params))) == 2
 
 
 WRONG_TERMINATORS = {**dataclasses.asdict(SPLITTER.params), "terminators": 5}
@@ -226,15 +226,15 @@ def test_unreadable_parameters_are_refused(text):
 def test_a_long_text_is_cut_whatever_time_it_takes_and_other_programs_keep_the_limit_of_nltk():
     """nltk limits the processor time of all threads while it looks for the sentences of one text."""
     redos = pytest.importorskip("nltk.redos")
-    assert load_punkt().spans("Up. Down.") and import_punkt().redos.DEFAULT_TIMEOUT is None
+    assert Splitter().spans("Up. Down.") and import_punkt().redos.DEFAULT_TIMEOUT is None
     assert redos.DEFAULT_TIMEOUT is not None
 
 
 def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_whole():
     program = (
         "import pickle, sys\n"
-        "from mvr_ray.core.encoding.snippets import load_punkt\n"
-        "splitter = load_punkt()\n"
+        "from mvr_ray.core.encoding.snippets import Splitter\n"
+        "splitter = Splitter()\n"
         "spans = splitter.spans('Dr. Smith came. He left.')\n"
         "copied = pickle.loads(pickle.dumps(splitter))\n"
         "assert spans == copied.spans('Dr. Smith came. He left.') == [(0, 15), (16, 24)]\n"
@@ -249,10 +249,10 @@ def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_wh
 def test_a_thread_that_imports_nltk_meanwhile_gets_it_whole():
     program = (
         "import sys, threading\n"
-        "from mvr_ray.core.encoding.snippets import load_punkt\n"
+        "from mvr_ray.core.encoding.snippets import Splitter\n"
         "sys.setswitchinterval(1e-4)\n"
         "spans = []\n"
-        "threads = [threading.Thread(target=lambda: spans.append(load_punkt().spans('Up. Down.'))) for _ in range(3)]\n"
+        "threads = [threading.Thread(target=lambda: spans.append(Splitter().spans('Up. Down.'))) for _ in range(3)]\n"
         "for thread in threads: thread.start()\n"
         "import nltk\n"
         "for thread in threads: thread.join()\n"

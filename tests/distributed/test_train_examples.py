@@ -11,7 +11,7 @@ import pytest
 
 from mvr_ray.config import PrepareConfig, RunConfig, SourceConfig, TrainConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import JoinedBatch, negatives_for
@@ -177,7 +177,7 @@ def test_negatives_that_a_training_would_ignore_are_refused(corpus, ids, setting
         write_questions(corpus, name, questions)
     cfg = TrainConfig(**{"questions": "own", "batch_questions": 2, **setting, **cause})
     with pytest.raises(ConfigError, match=rf"train\.{next(iter(setting))} is .*{cure}"):
-        open_examples(corpus, load_punkt(), cfg)
+        open_examples(corpus, Splitter(), cfg)
 
 
 def test_mined_negatives_of_other_questions_are_refused(corpus, ids):
@@ -185,7 +185,7 @@ def test_mined_negatives_of_other_questions_are_refused(corpus, ids):
     write_questions(corpus, "others", [Question("q9", "Which fact?", positive_ids=ids[:1], hard_negative_ids=ids[1:])])
     cfg = TrainConfig(questions="own", hard_negatives="others", batch_questions=2)
     with pytest.raises(ConfigError, match=r"'others', but it has none of the 2 usable questions .*mine.questions=own"):
-        open_examples(corpus, load_punkt(), cfg)
+        open_examples(corpus, Splitter(), cfg)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus
 
 
 def test_cloze_examples_are_all_passages_each_with_another_sentence_by_epoch(corpus, ids):
-    examples = ClozeExamples(corpus, load_punkt(), TrainConfig(cloze_keep_share=0.0))
+    examples = ClozeExamples(corpus, Splitter(), TrainConfig(cloze_keep_share=0.0))
     epochs = [examples.get(range(len(examples)), epoch) for epoch in range(6)]
     assert sorted(example.passage.id for example in epochs[0]) == ids
     assert epochs[0] == examples.get(range(len(examples)), 0)
@@ -273,7 +273,7 @@ def test_a_dev_question_is_answered_by_any_of_its_own_passages(corpus, ids, loop
 
 def test_fewer_examples_than_a_batch_are_refused(corpus):
     with pytest.raises(ConfigError, match="batch_questions is 32, but there are only 12 passages"):
-        open_examples(corpus, load_punkt(), TrainConfig())
+        open_examples(corpus, Splitter(), TrainConfig())
 
 
 def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_order(corpus, ids):

@@ -41,8 +41,8 @@ from mvr_ray.core.encoding.snippets import (
     TITLE,
     PunktParams,
     Span,
+    Splitter,
     equal_splits,
-    load_punkt,
     snippet_spans,
 )
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, translate_load_errors
@@ -99,7 +99,7 @@ class DualEncoder(StoredModel):
         super().__init__()
         self.spec, self.precision = spec, precision
         self.towers: Any = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
-        self.splitter = load_punkt(punkt)
+        self.splitter = Splitter(punkt)
         for tower in towers:
             _check_strategy(spec, tower)
             if spec.normalize or not self._pools:  # the spec decides, except for a model with its own pooling

@@ -112,10 +112,10 @@ class PunktParams:
 
 
 class Splitter:
-    """Splits text into sentences by one set of parameters."""
+    """Splits text into sentences by one set of parameters, by default the packaged ones."""
 
-    def __init__(self, params: PunktParams) -> None:
-        self.params = params
+    def __init__(self, params: PunktParams | None = None) -> None:
+        self.params = params or packaged_params()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the parameters only: another process imports Punkt itself."""
@@ -206,11 +206,6 @@ class _PrivateModules:
 def packaged_params() -> PunktParams:
     """Return the packaged English parameters."""
     return PunktParams.from_json((files("mvr_ray.core.encoding") / "punkt_en.json").read_text(encoding="utf-8"))
-
-
-def load_punkt(params: PunktParams | None = None) -> Splitter:
-    """Create a splitter with these parameters, or with the packaged ones."""
-    return Splitter(params or packaged_params())
 
 
 def train_punkt(texts: Iterable[str]) -> PunktParams:
