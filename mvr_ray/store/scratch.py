@@ -54,7 +54,7 @@ def _make_folder(parent: Path, prefix: str) -> tuple[Path, Path, int]:
             os.write(handle, _boot_id().encode())  # an empty lease is not deleted as one of this boot
             folder.mkdir(0o700 if prefix else 0o777)
             return folder, lease, handle
-        except BaseException as error:
+        except BaseException as error:  # nothing stays, after Ctrl-C either
             os.close(handle)
             lease.unlink(missing_ok=True)
             if not isinstance(error, BlockingIOError):  # another process is checking this lease

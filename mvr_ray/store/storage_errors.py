@@ -25,7 +25,7 @@ def storage_errors(
         yield
     except (FileNotFoundError, FileExistsError, StorageError):
         raise
-    except Exception as error:
+    except Exception as error:  # of any library, where the disk is full; others pass
         full = is_full_disk(error)
         if not full and (only_full_disk or not isinstance(error, OSError | BaseError)):
             raise

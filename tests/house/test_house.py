@@ -47,6 +47,23 @@ def test_the_median_module_is_under_160_lines() -> None:
     assert statistics.median(len(path.read_text(encoding="utf-8").splitlines()) for path in paths) < 160
 
 
+def lines_without_reason(source: str) -> list[int]:
+    """Numbers of the lines that catch every exception, with no comment there or on the line before."""
+    lines = ["", *source.splitlines()]
+    comments = [re.sub(r"noqa: BLE001\W*", "", line.partition("# ")[2]) for line in lines]
+    broad = re.compile(r"\s*except(\s*|\b[^:#]*\b(Base)?Exception\b[^:#]*):")
+    return [i for i in range(1, len(lines)) if broad.match(lines[i]) and not comments[i - 1] + comments[i]]
+
+
+def test_whatever_catches_every_exception_has_a_reason_beside_it() -> None:
+    with_reason = "# why\nexcept Exception:\nexcept BaseException:  # why\nexcept Exception:  # noqa: BLE001 - why\n"
+    without = "x = 1\nexcept Exception as error:  # noqa: BLE001\nexcept (OSError, BaseException):\nexcept:\n"
+    assert lines_without_reason(with_reason + "except OSError:\nexcept* (KeyError, OSError):\n") == []
+    assert lines_without_reason(without) == [2, 3, 4]
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "mvr_ray").rglob("*.py")}
+    assert {f"{path}:{line}" for path, source in sources.items() for line in lines_without_reason(source)} == set()
+
+
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_run_file_loads(path: Path) -> None:
     assert load_run(path).store.path

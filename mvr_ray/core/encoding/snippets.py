@@ -187,7 +187,7 @@ class _PrivateModules:
             sys.modules[private_name] = module  # dataclasses look their module up
             try:
                 exec(code, module.__dict__)
-            except BaseException:
+            except BaseException:  # no half of a module stays for the next import
                 del sys.modules[private_name]
                 raise
         return module

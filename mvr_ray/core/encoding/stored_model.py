@@ -171,13 +171,10 @@ class StoredModel(nn.Module, ABC):
 def translate_load_errors(
     what: str, advice: str, error_type: type[MvrRayError], *others: type[Exception]
 ) -> Iterator[None]:
-    """Convert any error that a library raises over damaged files to `error_type`, naming `what`; `others` pass.
-
-    The libraries share no error class: tokenizers raise `Exception` itself.
-    """
+    """Convert any error that a library raises over damaged files to `error_type`, naming `what`; `others` pass."""
     try:
         yield
     except (MvrRayError, MemoryError, *others):
         raise
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - tokenizers raise `Exception` itself
         raise error_type(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None

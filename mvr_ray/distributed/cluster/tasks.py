@@ -84,7 +84,7 @@ def task_results(
                     )
                 results[ready_refs[0]] = ray.get(ready_refs[0])
                 progress(step, len(results), len(tasks))
-        except BaseException:
+        except BaseException:  # no task stays, after Ctrl-C either
             cancel_tasks(waiting, force=True)
             raise
     return [results[task] for task in tasks]

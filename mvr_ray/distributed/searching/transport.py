@@ -330,7 +330,7 @@ class Connection:
             self._busy_streams.add(stream)
         try:
             yield stream
-        except BaseException:
+        except BaseException:  # an answer may still arrive on the stream, after Ctrl-C too
             stream.cancel()
             raise
         else:
