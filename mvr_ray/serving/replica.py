@@ -22,7 +22,6 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.context import _get_global_client
 from ray.serve.schema import APIType
 
 from mvr_ray import logs
@@ -157,6 +156,8 @@ def _start_serve(run: RunConfig) -> int:
     """Start Ray Serve on the loopback, or join it; returns its port, a free one. Raises ConfigError, and changes
     nothing, if it already runs and listens elsewhere, which may be open to other machines; ResourceError if it does
     not start."""
+    from mvr_ray.distributed.cluster.ray_internals import serve_client
+
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _end_orphan()
     with socket.socket() as probe:
@@ -168,7 +169,7 @@ def _start_serve(run: RunConfig) -> int:
     except (RayError, TimeoutError) as error:
         reason = first_line(error).rstrip(".")
         raise ResourceError(f"Ray Serve did not start ({reason}); run the same command again") from error
-    client = _get_global_client()
+    client = serve_client()
     assert client is not None, "serve.start has just been called"
     options = client.http_config
     if (options.host, options.port) != (_LOOPBACK, port):
@@ -198,12 +199,9 @@ def _shut_down_serve() -> None:
 
 def _end_orphan() -> None:
     """Shut down the Ray Serve that a killed `mvr-ray serve` left on the cluster, if it has no other application."""
-    from mvr_ray.distributed.cluster.ray_internals import has_orphan
+    from mvr_ray.distributed.cluster.ray_internals import has_orphan, serve_client
 
-    if (
-        not has_orphan("ServeController")
-        or (client := _get_global_client(raise_if_no_controller_running=False)) is None
-    ):
+    if not has_orphan("ServeController") or (client := serve_client()) is None:
         return
     applications = client.get_serve_details()["applications"].items()
     sources = {(name, application["source"]) for name, application in applications}

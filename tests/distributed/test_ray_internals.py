@@ -1,5 +1,6 @@
 """Checks that the installed Ray is the version that `ray_internals` was written for, and behaves as it requires."""
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -47,10 +48,33 @@ def test_an_address_where_nothing_listens_does_not_accept_a_client() -> None:
     assert not accepts_without_token("127.0.0.1:1")
 
 
+def private_names(source: str) -> set[str]:
+    """Names with an underscore that the module imports from Ray, or reads from Ray or a name imported from it."""
+    names, of_ray, nodes = set(), set(), list(ast.walk(ast.parse(source)))
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            folder = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                path = folder + alias.name
+                if path.partition(".")[0] == "ray":
+                    names.add(path)
+                    of_ray.add(alias.asname or (alias.name if folder else "ray"))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and (path := ast.unparse(node)).partition(".")[0] in of_ray:
+            names.add(path)
+    return {name for name in names if re.search(r"\._[a-z]", name)}
+
+
 def test_ray_is_used_beside_its_public_api_in_one_module_alone() -> None:
+    lines = (
+        *("import ray\nray.util._hidden()", "from ray._private import worker", "import ray._private.worker as worker"),
+        *("from ray.serve.context import a, _get as b", "from ray import serve\nserve.context._get()"),
+        "def f():\n    import ray\n    ray.worker._global.node",
+    )
+    assert all(private_names(line) for line in lines)
+    assert not private_names("import ray\nfrom ray import serve\nself._x.ray._y, ray.get(self._x), ray.__version__")
     package = importlib.util.find_spec("mvr_ray")
     assert package is not None
     assert package.submodule_search_locations
     files = Path(package.submodule_search_locations[0]).rglob("*.py")
-    users = {file.name for file in files if re.search(r"ray\._(private|raylet)", file.read_text(encoding="utf-8"))}
-    assert users == {"ray_internals.py"}
+    assert {file.name for file in files if private_names(file.read_text(encoding="utf-8"))} == {"ray_internals.py"}

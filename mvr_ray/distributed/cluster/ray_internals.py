@@ -88,6 +88,13 @@ def has_orphan(actor_class: str) -> bool:
     return any(one["ActorClassName"] == actor_class and one["JobID"] in ended_jobs for one in actors.values())
 
 
+def serve_client() -> Any:
+    """Client of the Ray Serve that runs on this cluster, which has its options and applications; None without one."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False)
+
+
 def reread_authentication() -> None:
     """Make Ray read RAY_AUTH_MODE and the token again; otherwise it reads them only at import."""
     Config.initialize("")
