@@ -435,7 +435,7 @@ class _Endpoints:
     @staticmethod
     def ready(*, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Return whether a real search has just covered every passage; `ready` false is an answer, not an error."""
-        return EndpointRequest("GET", "/readyz", Readiness, lambda s, _: s.readiness(), statuses=(200, 503))
+        return EndpointRequest("GET", "/readyz", Readiness, lambda s, due: s.readiness(due), statuses=(200, 503))
 
 
 class AsyncClient(_Endpoints):

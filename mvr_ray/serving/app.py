@@ -246,7 +246,7 @@ register_url_convertor("passage_id", _PassageIdConvertor())
 
 @dataclass
 class _Probe:
-    """Runs one readiness search at a time; concurrent probes share it."""
+    """Runs one readiness search at a time; concurrent probes share it, so it has the server's time, not that of one."""
 
     service: SearchService
     _search: asyncio.Task[schemas.Readiness] | None = None

@@ -204,8 +204,9 @@ class SearchService:
             message = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
             raise RequestError(409, "not_newest", "n", message, hint)
-        self._follow_to(number, f"version {number}", self._search_deadline(deadline))
-        return self.readiness()
+        deadline = self._deadline(deadline)
+        self._follow_to(number, f"version {number}", deadline.share(SEARCH_SHARE))
+        return self.readiness(deadline)
 
     def _follow_to(self, number: int, what: str, deadline: Deadline) -> None:
         """Move to the newest version. Raises RequestError (503) if an older one than `number`, which `what` names,
@@ -227,11 +228,12 @@ class SearchService:
         with suppress(OverloadedError), self._pin(None) as router:
             _probe(router, deadline)
 
-    def readiness(self) -> schemas.Readiness:
+    def readiness(self, deadline: Deadline | None = None) -> schemas.Readiness:
         """Report whether that search covered every passage, and the version's corpus, its encoder, and the words that
         `hybrid` needs exist; and a version that could not be followed."""
         with self._pin(None) as router:
-            answer, problems, manifest = _probe(router), router.missing_sources(), router.manifest
+            answer = _probe(router, self._search_deadline(deadline))
+            problems, manifest = router.missing_sources(), router.manifest
         if self.hybrid is not None and manifest.lexical is None:
             problems = [*problems, f"{_no_words(manifest)}, which search.hybrid needs; roll back, or {INDEX_WORDS}"]
         state = self.router.state
@@ -294,7 +296,7 @@ class SearchService:
         return self.catalog
 
 
-def _probe(router: "Router", deadline: Deadline | None = None) -> Answer:
+def _probe(router: "Router", deadline: Deadline) -> Answer:
     """Search for a fixed vector."""
     return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, deadline=deadline, min_coverage=0.0)
 

@@ -5,6 +5,7 @@ import threading
 import pytest
 from asgi import call
 from in_memory_index import PASSAGES, InMemoryIndex
+from version_store import version_catalog
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
@@ -14,6 +15,8 @@ from mvr_ray.serving.app import create_app
 from mvr_ray.serving.schemas import RequestError, first_problem
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness
+
+SHORT = [(b"x-timeout-ms", b"30000")]
 
 
 def app(library: InMemoryIndex | None = None, **limits: int):
@@ -187,6 +190,34 @@ def test_ready_means_that_every_passage_was_searched() -> None:
         "freshness": None,
         "shards": [dict(zip(("shard", "passages", "state", "reason"), one)) for one in shards],
     }
+
+
+class RecordsDeadlines(InMemoryIndex):
+    """Keeps the deadline of every search, and has the version that a catalog of three versions promotes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deadlines: list[Deadline | None] = []
+
+    def search(self, *args, **options):
+        self.deadlines.append(options["deadline"])
+        return super().search(*args, **options)
+
+
+def test_a_search_that_reports_readiness_ends_within_the_time_of_its_request(tmp_path) -> None:
+    library, due = RecordsDeadlines(), Deadline.after(5.0)
+    service = SearchService(library, ServeConfig(), version_catalog(tmp_path, versions=3))
+    service.readiness(due)
+    service.promote(3, due)
+    assert len(library.deadlines) == 2
+    assert all(deadline and deadline.due_s < due.due_s for deadline in library.deadlines)
+
+
+def test_the_search_that_readiness_probes_share_has_the_time_of_the_server_less_that_of_the_response() -> None:
+    library = RecordsDeadlines()
+    call(create_app(SearchService(library, ServeConfig(timeout_ms=600_000))), "GET", "/readyz", headers=SHORT)
+    [deadline] = library.deadlines
+    assert deadline and 300 < deadline.timeout_s < 600
 
 
 def test_alive_says_so_without_a_search() -> None:
