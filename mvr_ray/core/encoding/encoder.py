@@ -511,7 +511,7 @@ class DualEncoder(StoredModel):
         return self._inference_pass(tower, precision)(alone, max(text.num_tokens for text in batch)).views_PVD
 
     def _needs_gradient(self) -> bool:
-        """Whether gradients or autocast may be needed, which the unpadded passes do not support."""
+        """Return whether gradients or autocast may be needed, which the unpadded passes do not support."""
         return self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
 
     def _mean_pool(self, tower: Tower, batch: Sequence[TokenizedPassage]) -> Tensor:

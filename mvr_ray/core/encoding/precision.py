@@ -119,7 +119,7 @@ def _capabilities() -> Mapping[str, bool]:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether this processor, or a GPU, has instructions for bf16 products."""
+    """Return whether this processor, or a GPU, has instructions for bf16 products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has = _capabilities()
@@ -127,12 +127,12 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def has_inference_pass(tower: Tower, precision: PrecisionName) -> bool:
-    """Whether inference has its own pass, other than the one with a gradient."""
+    """Return whether inference has its own pass, other than the one with a gradient."""
     return precision != "fp32" or supports_unpadded_cpu(tower.backbone)
 
 
 def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
-    """Whether texts run end to end, without padding."""
+    """Return whether texts run end to end, without padding."""
     if precision in ON_OPENVINO:
         return False
     if _on_gpu(tower):
@@ -170,8 +170,8 @@ def _missing_on_cpu(tower: Tower, precision: PrecisionName) -> str:
 
 
 def missing_on_gpu(precision: PrecisionName, has_gpu: bool) -> str:
-    """What encoders on GPUs lack to embed passages in this precision; empty if nothing. `has_gpu`: this process has
-    one, which is asked."""
+    """Return what encoders on GPUs lack to embed passages in this precision; empty if nothing. `has_gpu`: this process
+    has one, which is asked."""
     if precision in ON_OPENVINO:
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
     if precision == "bf16" and has_gpu and not multiplies_bf16(torch.device("cuda")):

@@ -79,7 +79,7 @@ class StoredModel(nn.Module, ABC):
 
     @abstractmethod
     def is_special(self, parameter: str) -> bool:
-        """Whether the parameter of this name is in the special group."""
+        """Return whether the parameter of this name is in the special group."""
 
     def parameter_groups(self, lr: float, special_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
         """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and the special group, whose rate

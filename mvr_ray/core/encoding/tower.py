@@ -301,8 +301,8 @@ class Tower(nn.Module):
 
 
 def equal_but_rounding(actual: Tensor, expected: Tensor) -> bool:
-    """Whether states or logits differ by rounding alone: by at most 1e-4 of one more than the largest. NaN is equal to
-    all, since others report damaged weights."""
+    """Return whether states or logits differ by rounding alone: by at most 1e-4 of one more than the largest. NaN is
+    equal to all, since others report damaged weights."""
     return not bool((actual - expected).abs().max() > 1e-4 * (1 + expected.abs().max()))
 
 

@@ -29,8 +29,8 @@ over 48 questions and their passages (torch 2.13, one core with AMX)."""
 
 
 def supports_training_pass(tower: Tower) -> bool:
-    """Whether this pass replaces the padded one: under autocast to bfloat16, for the layers of BERT, without dropout
-    and without gradient checkpointing."""
+    """Return whether this pass replaces the padded one: under autocast to bfloat16, for the layers of BERT, without
+    dropout and without gradient checkpointing."""
     backbone: Any = tower.backbone
     return (
         torch.is_autocast_enabled("cpu")

@@ -220,8 +220,8 @@ def view_means(states_ND: Tensor, batch: Sequence[TokenizedPassage], num_views: 
 
 
 def padding_tokens(num_tokens: int, whole: bool = False) -> int:
-    """Number of padding tokens appended to a block: up to a multiple of 8, for long blocks of 64, and for one of many
-    blocks (`whole`) up to a full block, so that all have one number of rows.
+    """Return the number of padding tokens appended to a block: up to a multiple of 8, for long blocks of 64, and for
+    one of many blocks (`whole`) up to a full block, so that all have one number of rows.
 
     oneDNN and torch cache data for each number of rows, 0.6 MB a product (1.4 GB after 6,000 blocks of any number), and
     take a millisecond to build it.
@@ -257,8 +257,8 @@ def layer_norm(x_ND: Tensor, norm: Any, eps: float) -> Tensor:
 
 
 def supports_unpadded_cpu(backbone: nn.Module) -> bool:
-    """Whether the unpadded pass supports this backbone: a known kind of layers whose attention covers a whole text, on
-    a CPU whose torch has oneDNN."""
+    """Return whether the unpadded pass supports this backbone: a known kind of layers whose attention covers a whole
+    text, on a CPU whose torch has oneDNN."""
     config: Any = backbone.config
     weight = next(backbone.parameters())
     return (

@@ -34,7 +34,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def supports_unpadded_gpu(backbone: Any) -> bool:
-    """Whether its attention accepts the bounds of texts and covers a whole text: not causal or local attention."""
+    """Return whether its attention accepts the bounds of texts and covers a whole text: not causal or local
+    attention."""
     is_known = backbone.config.model_type in KINDS and not getattr(backbone.config, "is_decoder", False)
     return is_known and getattr(backbone, "_supports_attention_backend", False)
 

@@ -388,7 +388,7 @@ class Layout:
         return [*title[: quarter - len(self.separator)], *self.separator]
 
     def _capacity(self, spec: EncoderSpec, num_head: int) -> int:
-        """Number of tokens of text that one sequence holds."""
+        """Return the number of tokens of text that one sequence holds."""
         num_first = spec.num_views if spec.strategy == "viewers" else len(self.prefix)
         return spec.passage_limit - num_first - num_head - len(self.suffix)
 

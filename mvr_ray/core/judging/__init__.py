@@ -1,1 +1,1 @@
-"""Answer matching, ranking metrics with intervals, and measures of how views differ."""
+"""Match answers, compute ranking metrics with intervals, and measure how views differ."""

@@ -51,7 +51,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def has_answer(text: str, answers: Sequence[str], match: Match = "string") -> bool:
-    """Whether `text` holds one of `answers`. For many passages or questions use `AnswerMatcher`."""
+    """Return whether `text` holds one of `answers`. For many passages or questions use `AnswerMatcher`."""
     haystack = _haystack(text, match)
     return any(_contains(haystack, needle) for needle in _needles(answers, match))
 
@@ -62,7 +62,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether a reader's prediction equals one of the answers after `normalize_answer`. See `f1_score`."""
+    """Return whether a reader's prediction equals one of the answers after `normalize_answer`. See `f1_score`."""
     return normalize_answer(prediction) in _targets(answers)
 
 

@@ -1,1 +1,1 @@
-"""Training the dual encoder: example batches, losses, and one step on one rank of several."""
+"""Train the dual encoder: example batches, losses, and one step on one rank of several."""

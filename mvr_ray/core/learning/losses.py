@@ -1,4 +1,4 @@
-"""Training losses of DPR, MVR and CAMVR on a joined batch.
+"""Compute the training losses of DPR, MVR and CAMVR on a joined batch.
 
 With f_v = scale x <q, p_v> for each view that the passage has, and f = max_v f_v (MVR eq. 4):
 

@@ -1,1 +1,1 @@
-"""Models that read a question and a passage together: readers with their windows and spans, and cross-encoders."""
+"""Read a question and a passage together: readers with their windows and spans, and cross-encoders."""

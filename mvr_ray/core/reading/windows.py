@@ -66,7 +66,7 @@ class Window(NamedTuple):
         return self.first + token - self.offset
 
     def holds(self, first: int, last: int) -> bool:
-        """Whether all tokens `first` to `last` of the passage are in this window."""
+        """Return whether all tokens `first` to `last` of the passage are in this window."""
         return self.offset <= first <= last < self.offset + self.num_text
 
 

@@ -81,7 +81,7 @@ def labels_from_hits(
 
 
 def gold_relevance(passage_QK: IntArray, gold_Q: Sequence[Collection[int]]) -> BoolArray:
-    """Whether each hit is a gold passage of its question; False on padding."""
+    """Return whether each hit is a gold passage of its question; False on padding."""
     relevant_QK = np.zeros(passage_QK.shape, bool)
     count_Q = np.array([len(gold) for gold in gold_Q], np.int64)
     golds = np.fromiter(chain.from_iterable(gold_Q), np.int64)

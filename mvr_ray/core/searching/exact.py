@@ -104,7 +104,7 @@ class BlockTable:
     """The blocks of one shard by row. Copies no vector."""
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], rows: Sequence[IntArray] | None = None) -> None:
-        """`rows` as in `StoredBlocks`."""
+        """`rows` is that of `StoredBlocks`."""
         self.block_rows = None if rows is None else [own for own, block in zip(rows, blocks) if len(block.ids)]
         self.blocks = [block for block in blocks if len(block.ids)]
         self.compiled_rows = [native.rows_of(block) for block in self.blocks]

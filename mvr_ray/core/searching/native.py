@@ -177,7 +177,7 @@ class NativeKernel(CompiledKernel):
     """Runs the AVX-512 loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
-        """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""
+        """`tiles` uses AMX, `coarse` filters by products of bfloat16, where the processor has them."""
         super().__init__(library(), "AVX-512 with VNNI", threads)
         self.tiles = tiles and bool(self.loops.mvr_tiles())
         self.coarse = coarse and bool(self.loops.mvr_short())
