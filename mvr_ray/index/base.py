@@ -74,7 +74,7 @@ def default_factory(dimension: int, on_gpu: bool = False) -> str:
 
 
 def num_trained_on(vectors: int, num_lists: int) -> int:
-    """How many of a shard's vectors train a Faiss index with this number of lists."""
+    """Return how many of a shard's vectors train a Faiss index with this number of lists."""
     return min(vectors, max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists))
 
 

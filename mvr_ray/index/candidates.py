@@ -117,7 +117,7 @@ class ApproximateIndex(ShardIndex):
         return CountedHits(hits, rescored_Q)
 
     def _is_scanned(self, k: int, passing_share: float) -> bool:
-        """Whether to scan the passages that pass a filter."""
+        """Return whether to scan the passages that pass a filter."""
         fetch = max(self.first_fetch * k, self.breadth) / passing_share
         return passing_share < SCAN_SHARE or passing_share * self.num_vectors <= SCAN_VECTORS * fetch
 

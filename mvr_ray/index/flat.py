@@ -110,7 +110,7 @@ class FlatIndex(ShardIndex):
         threads: int | None = None,
         kernel: Kernel | None = None,
     ) -> None:
-        """`kernel`: scan with this one alone, in place of the fastest of the device."""
+        """`kernel` scans alone, in place of the fastest of the device."""
         self._small_batch, is_half = None, all(block.vectors_ND.dtype == np.float16 for block in blocks)
         if kernel is None:
             kernel, with_codes = make_kernel(device, threads), codes is not None
@@ -148,7 +148,7 @@ _libc = cache(lambda: ctypes.CDLL(None))
 
 
 def _in_memory(array: np.ndarray) -> bool:
-    """Whether evenly spaced pages of an array, which may be mapped from a file, are all in memory now."""
+    """Return whether evenly spaced pages of an array, which may be mapped from a file, are all in memory now."""
     mincore, address, state, page = _libc().mincore, array.ctypes.data, ctypes.c_ubyte(), mmap.PAGESIZE
     size, result = ctypes.c_size_t(1), ctypes.byref(state)
     for offset in np.linspace(0, max(array.nbytes - 1, 0), _PAGES_SAMPLED).astype(np.int64).tolist():

@@ -73,7 +73,7 @@ def update_index(
 
 
 def searches_embeddings(params: IndexParams) -> bool:
-    """Whether a search reads only the embeddings, without an index file."""
+    """Return whether a search reads only the embeddings, without an index file."""
     return params.kind == "flat" and params.scan == "vectors"
 
 

@@ -184,7 +184,7 @@ def _membership(field: str, kind: str, values: pa.Array) -> Expression:
 
 
 def _junction(operator: str, parts: Sequence[Expression]) -> Expression:
-    """All (`and`) or any (`or`) of some parts; all of none is true."""
+    """Combine some parts: all (`and`) or any (`or`); all of none is true."""
     join, start = (np.logical_and, np.ones) if operator == "and" else (np.logical_or, np.zeros)
     return lambda table: reduce(join, (part(table) for part in parts), start(len(table), bool))
 

@@ -34,7 +34,8 @@ def sha256_of(path: Path) -> str:
 
 
 def cached_sha256_of(path: Path, expected: str = "") -> str:
-    """As `sha256_of`, with a cache of the process: a file is read again if its inode, time or size has changed.
+    """Digest a file as `sha256_of` does, with a cache of the process: a file is read again if its inode, time or size
+    has changed.
 
     A file that changed a moment ago is read each time: it could change again within one tick of its time. One that
     differs from `expected` is read again if its inode has changed, or had a moment before it was read: a copy that

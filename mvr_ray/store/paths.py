@@ -66,17 +66,19 @@ def embedding_files(names: Collection[str]) -> list[str]:
 
 
 def corpus_dir(name: str, kind: Literal["publications", "versions", "sets"] | None = None) -> str:
-    """Folder of a corpus's parts, or of its publications, its descriptions by digest, or its files of questions."""
+    """Return the folder of a corpus's parts, or of its publications, its descriptions by digest, or its files of
+    questions."""
     return f"corpora/{name}/{kind}" if kind else f"corpora/{name}"
 
 
 def corpus_json(name: str) -> str:
-    """Description of the last corpus as programs before publications stored it."""
+    """Name the description of the last corpus as programs before publications stored it."""
     return f"corpora/{name}/corpus.json"
 
 
 def corpus_publication(name: str, number: int) -> str:
-    """Description of the corpus that was published under a name as the `number`-th. The highest is the last one."""
+    """Name the description of the corpus that was published under a name as the `number`-th. The highest is the last
+    one."""
     return f"corpora/{name}/publications/{number}.json"
 
 
@@ -112,18 +114,19 @@ def judgement_folder(index: str) -> str:
 
 
 def judgements(index: str, number: int, group: int = 0) -> str:
-    """Path of an index's judgements after the first `group` ones; number 0 is the file that earlier commits wrote."""
+    """Name the file of an index's judgements after the first `group` ones; number 0 is the file that earlier commits
+    wrote."""
     name = f"{group:08d}-" * bool(group) + f"{number:08d}.jsonl"
     return f"{judgement_folder(index)}/{name}" if number else f"feedback/{index}.jsonl"
 
 
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:
-    """Record of the encoder that embeds this corpus in another precision than the one of `fingerprint`."""
+    """Name the record of the encoder that embeds this corpus in another precision than the one of `fingerprint`."""
     return f"encoders/{name}/{fingerprint}.{precision}.{corpus}.json"
 
 
 def untrained_encoder(name: str, key: str) -> str:
-    """Record of the encoder that was made from the backbone and settings of `key`."""
+    """Name the record of the encoder that was made from the backbone and settings of `key`."""
     return f"encoders/{name}/untrained-{key}.json"
 
 
@@ -132,12 +135,12 @@ def encoder_dir(name: str, fingerprint: str) -> str:
 
 
 def models_dir(kind: str, name: str) -> str:
-    """All models of one name; `kind` is `encoders`, `readers` or `cross_encoders`."""
+    """Return the folder of all models of one name; `kind` is `encoders`, `readers` or `cross_encoders`."""
     return f"{kind}/{name}"
 
 
 def latest_model(kind: str, name: str) -> str:
-    """Record of the model of this name that was trained last."""
+    """Name the record of the model of this name that was trained last."""
     return f"{kind}/{name}/latest.json"
 
 
@@ -146,12 +149,13 @@ def model_dir(kind: str, name: str, fingerprint: str) -> str:
 
 
 def training_dir(name: str, key: str) -> str:
-    """Folder of a training's checkpoints; `key` is a digest of all inputs of its result."""
+    """Return the folder of a training's checkpoints; `key` is a digest of all inputs of its result."""
     return f"training/{name}/{key}"
 
 
 def index_dir(index: str, kind: Literal["versions", "shards", "queries", "lexical", "quarantine", "staging"]) -> str:
-    """Folder of all versions, shards, files of refined queries or words, damaged shards or unfinished work."""
+    """Return the folder of all versions, shards, files of refined queries or words, damaged shards or unfinished
+    work."""
     return f"indexes/{index}/{kind}"
 
 
@@ -164,12 +168,13 @@ def shard_dir(index: str, digest: str) -> str:
 
 
 def shard_measurements(index: str, digest: str, config_digest: str) -> str:
-    """What was measured on a shard under the settings of this digest, so that later versions need not read it again."""
+    """Name the file of what was measured on a shard under the settings of this digest, so that later versions need not
+    read it again."""
     return f"{shard_dir(index, digest)}/measurements-{config_digest}.json"
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:
-    """Folder of the `number`-th damaged shard of this digest."""
+    """Return the folder of the `number`-th damaged shard of this digest."""
     return f"indexes/{index}/quarantine/{digest}-{number}"
 
 
@@ -186,33 +191,33 @@ def staging_dir(index: str, key: str) -> str:
 
 
 def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
-    """Embeddings of the passages of one part that are to be encoded, from row `start` on."""
+    """Name the file of the embeddings of the passages of one part that are to be encoded, from row `start` on."""
     return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
 
 
 def staged_plan(index: str, key: str, shard: int) -> str:
-    """The passages of one part that are to be encoded, and the earlier shard of its other passages."""
+    """Name the file of the passages of one part that are to be encoded, and the earlier shard of its other passages."""
     return f"indexes/{index}/staging/{key}/plan-{shard:05d}.json"
 
 
 def staged_carried(index: str, key: str, shard: int) -> str:
-    """Embeddings of one part that earlier versions have in other shards."""
+    """Name the file of the embeddings of one part that earlier versions have in other shards."""
     return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 
 def staged_originals(index: str, key: str, shard: int, digest: str) -> str:
-    """Embeddings of the passages of one part that others equal; `digest` is that of their ids."""
+    """Name the file of the embeddings of the passages of one part that others equal; `digest` is that of their ids."""
     return f"indexes/{index}/staging/{key}/originals-{shard:05d}-{digest}.arrow"
 
 
 def staged_marker(index: str, key: str) -> str:
-    """Empty file, written again and again while a command makes this work."""
+    """Name the empty file that is written again and again while a command makes this work."""
     return f"indexes/{index}/staging/{key}/running"
 
 
 def staged_claim(folder: str, path: str) -> str:
-    """Empty file of unfinished work in `folder`, which names a shard, or a file of queries or words, that it finished
-    and that no version names yet."""
+    """Name the empty file of unfinished work in `folder`, which names a shard, or a file of queries or words, that it
+    finished and that no version names yet."""
     return f"{folder}/claim-{'-'.join(path.split('/')[-2:])}"
 
 
@@ -223,22 +228,22 @@ def claimed_path(index: str, name: str) -> str | None:
 
 
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:
-    """Record of a shard that is built with index parameters of digest `params`."""
+    """Name the record of a shard that is built with index parameters of digest `params`."""
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"
 
 
 def staged_results(folder: str, first: int) -> str:
-    """Results of batches of questions from the `first` on, as JSON lines."""
+    """Name the file of results of batches of questions from the `first` on, as JSON lines."""
     return f"{folder}/results-{first:09d}.jsonl"
 
 
 def study_step(key: str) -> str:
-    """The report of one step of a study; `key` is a digest of all its inputs."""
+    """Name the report of one step of a study; `key` is a digest of all its inputs."""
     return f"studies/steps/{key}.json"
 
 
 def study_corpus(corpus: str) -> str:
-    """Record of the study step that prepared the corpus of this name last."""
+    """Name the record of the study step that prepared the corpus of this name last."""
     return f"studies/corpora/{corpus}.json"
 
 

@@ -273,8 +273,9 @@ def _detect_format(file: Path, source: SourceConfig, has_names: bool = False) ->
 
 
 def _detect_tsv(file: Path) -> str:
-    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, with question or the names
-    of a training row is that of a table; triples are named so, and their first column is no id, since it has blanks."""
+    """Detect the format of a TSV file. Two columns are MS MARCO's; a header with id and text in any case, other than
+    DPR's, with question or the names of a training row is that of a table; triples are named so, and their first column
+    is no id, since it has blanks."""
     columns = first_cells(file)
     is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
     if (is_table or is_training_row(dict.fromkeys(columns).keys())) and columns[:3] != ["id", "text", "title"]:
@@ -303,7 +304,8 @@ def _detect_lines(row: dict[str, Any], has_names: bool) -> str:
 
 
 def _detect_json(file: Path, has_names: bool) -> str:
-    """An array, an object of SQuAD or of summaries, which are objects, or lines of objects as in a `.jsonl` file."""
+    """Detect the format of a JSON file: an array, an object of SQuAD or of summaries, which are objects, or lines of
+    objects as in a `.jsonl` file."""
     with open_text(file) as text:
         reader = JsonReader(text, str(file))
         if reader.peek() == "[":
