@@ -324,7 +324,8 @@ def _answer_view_ranks(
 def _answer_view_result(
     rank_of: Mapping[str, int], all_views: QuestionRanks, article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> SystemResult:
-    """CAMVR eq. 15 as metrics of all views, and its ranks as a system of their own, beside the ranks of all views."""
+    """Return CAMVR eq. 15 as metrics of all views, and its ranks as a system of their own, beside the ranks of all
+    views."""
     name, articles, ranks_Q = all_views.questions, [article_of[i] for i in rank_of], np.array(list(rank_of.values()))
     rows = [
         mean_row(ALL_VIEWS, name, f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k), articles, settings)
@@ -346,7 +347,7 @@ def _attention_tables(encoder: DualEncoder, passages: Sequence[Passage]) -> dict
 
 
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
-    """The snippet of each view; where views read the whole passage, the snippets of CAMVR's splitting."""
+    """Return the snippet of each view; where views read the whole passage, the snippets of CAMVR's splitting."""
     if encoder.spec.has_snippets:
         return encoder.view_spans(passage)
     return snippet_spans(passage.text, encoder.num_views, encoder.splitter)
@@ -393,7 +394,7 @@ def _view_values(own: AnalyzedQuestions, answer_Q: IntArray) -> dict[str, Any]:
 
 
 def _answer_view(question: Question, spans: Spans) -> int:
-    """The view whose snippet holds the first character of the question's answer, -1 where none does."""
+    """Return the view whose snippet holds the first character of the question's answer, -1 where none does."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
 
@@ -433,7 +434,7 @@ def _analyze_shard(
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
-    """Leave of each passage this view alone, or nothing."""
+    """Leave this view alone of each passage, or nothing."""
     kept_N = np.flatnonzero(block.view_numbers_N == view)
     starts_P = np.searchsorted(kept_N, block.row_ptr)
     return EmbeddingBlock(block.ids, starts_P, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])

@@ -68,7 +68,10 @@ class StoredBM25:
     """BM25 by the words that a version stores of its corpus, over as many shards as the corpus has parts; mapped."""
 
     def __init__(self, corpus: Corpus, version: Manifest) -> None:
-        """Raises MissingInputError, StorageError and ShardIndexError for words that cannot be read."""
+        """Open the words of a version.
+
+        Raises MissingInputError, StorageError and ShardIndexError if they cannot be read.
+        """
         assert version.lexical, "the version has no words"
         store, shards = corpus.store, range(corpus.num_shards)
         self._statistics = open_statistics(store, version)
@@ -79,7 +82,7 @@ class StoredBM25:
         self._ids = [corpus.part(shard).table(["id"]).column("id") for shard in shards]
 
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
-        """As `BM25Index.search`."""
+        """Search as `BM25Index.search` does."""
         hit_lists: list[list[Hit]] = []
         for words in self.rule.tokenize(texts):
             scores = [postings.scores(words, self._statistics) for postings in self._postings]

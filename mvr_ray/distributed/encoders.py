@@ -81,7 +81,7 @@ class LocalEncoder(NamedTuple):
 
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
-    """The `encoder` section as an EncoderSpec."""
+    """Return the `encoder` section as an EncoderSpec."""
     return EncoderSpec(**run.encoder.model_dump(include={field.name for field in fields(EncoderSpec)}))
 
 
@@ -102,8 +102,8 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 
 
 def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualEncoder]) -> PrecisionName:
-    """The precision of this encoder's embeddings in the store; without any, the fastest on this machine. For encoders
-    on GPUs fp32, unless the store has embeddings in a precision that they support."""
+    """Return the precision of this encoder's embeddings in the store; without any, the fastest on this machine. For
+    encoders on GPUs fp32, unless the store has embeddings in a precision that they support."""
     store, on_gpus = Store(run.store.path), run.resources.gpus_per_encoder > 0
     if full.precision != "fp32":
         return full.precision
@@ -182,7 +182,7 @@ def _stored_encoder(run: RunConfig) -> LocalEncoder | None:
 
 
 def is_trained(run: RunConfig) -> bool:
-    """Whether `index` takes a trained encoder."""
+    """Return whether `index` takes a trained encoder."""
     store, name = Store(run.store.path), run.encoder.name
     return run.index.encoder in ("trained", "auto") and latest_fingerprint(store, ENCODERS, name) is not None
 
@@ -194,8 +194,8 @@ def trained_backbone(run: RunConfig) -> str | None:
 
 
 def _untrained_record(run: RunConfig) -> str | None:
-    """Path of the record of the encoder that a backbone folder and the `encoder` section give; None for a model of the
-    hub, and for sentences that are learned from the corpus."""
+    """Return the path of the record of the encoder that a backbone folder and the `encoder` section give; None for a
+    model of the hub, and for sentences that are learned from the corpus."""
     folder, spec = Path(resolve_model(run.encoder.backbone)), encoder_spec(run)
     if not folder.is_dir() or (spec.needs_sentences and spec.sentences == "corpus"):
         return None
@@ -278,8 +278,8 @@ def keep_external_encoder(run: RunConfig) -> RunConfig:
 
 
 def external_encoder(run: RunConfig, dimension: int) -> LocalEncoder:
-    """The encoder of vectors that another program made: the one that `index.encoder` names, else that of the `encoder`
-    section, which is saved. Raises ConfigError where texts are embedded by the named one."""
+    """Return the encoder of vectors that another program made: the one that `index.encoder` names, else that of the
+    `encoder` section, which is saved. Raises ConfigError where texts are embedded by the named one."""
     store, name, section, fingerprint = Store(run.store.path), run.encoder.name, run.encoder, run.index.encoder
     if fingerprint in ("auto", "trained", "untrained"):
         settings = {"dimension": dimension, "num_views": section.num_views}
@@ -345,12 +345,13 @@ def open_encoder(
 
 @lru_cache(maxsize=1)
 def cached_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
-    """The snapshot that this process opened last, so that the tasks of a worker process load it once."""
+    """Return the snapshot that this process opened last, so that the tasks of a worker process load it once."""
     return open_encoder(Store(root), name, fingerprint)
 
 
 def _live_punkt(run: RunConfig, store: Store) -> PunktParams | None:
-    """The sentences that the live index learned from this corpus: with them, a change encodes only what is new."""
+    """Return the sentences that the live index learned from this corpus: with them, a change encodes only what is
+    new."""
     with suppress(MissingInputError, StorageError, EncoderError):
         live = manifests.read(store, run.index.name)
         spec = _description(store, live.encoder_name, live.encoder_fingerprint)["spec"]
@@ -394,7 +395,7 @@ def _in_lower_precision(
 
 
 def _record_path(run: RunConfig, full: LocalEncoder, precision: PrecisionName) -> str:
-    """Path of the record of an encoder in another precision."""
+    """Return the path of the record of an encoder in another precision."""
     label = INT8_RECORD if precision == "int8" else precision
     return paths.lowered_encoder(full.name, full.fingerprint, label, run.prepare.corpus)
 

@@ -278,7 +278,7 @@ class _Measurement:
 
 
 def _configured_sets(corpus: Corpus, settings: EvaluateConfig) -> list[QuestionSet]:
-    """The sets of `evaluate.questions`, each once. Raises ConfigError without any."""
+    """Return the sets of `evaluate.questions`, each once. Raises ConfigError without any."""
     if not settings.questions:
         set_names = ", ".join(question_sets(corpus)) or "none"
         raise ConfigError(
@@ -423,7 +423,7 @@ def _no_gold(rank: int, has_answer: bool | None) -> RankedPassage:
 def mean_row(
     system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
 ) -> EvaluationRow:
-    """The mean of a metric (0..1) of a question set, with its interval over articles."""
+    """Return the mean of a metric (0..1) of a question set, with its interval over articles."""
     low, high = share_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
 
@@ -475,7 +475,7 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
 
 
 def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
-    """Texts of the stored questions on which the run's encoder was trained; none of an untrained one."""
+    """Return texts of the stored questions on which the run's encoder was trained; none of an untrained one."""
     names = {run.train.questions, run.train.hard_negatives} & {*question_sets(corpus)} if is_trained(run) else set()
     return {question.text for name in names if name for question in read_questions(corpus, name)}
 
@@ -483,10 +483,10 @@ def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
 def unreported_questions(
     corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str, training_texts: Collection[str] = ()
 ) -> QuestionSet:
-    """The questions of a stored set that name gold passages, without those whose text is one of `reports`: a weight
-    that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all. Without
-    those of `training_texts`, too, as dense search ranks them better than others: if only such are left, they stay, and
-    a warning says so.
+    """Return the questions of a stored set that name gold passages, without those whose text is one of `reports`: a
+    weight that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all.
+    Without those of `training_texts`, too, as dense search ranks them better than others: if only such are left, they
+    stay, and a warning says so.
 
     Raises ConfigError, which names the setting, if there are none, else as `require_gold_passages`.
     """

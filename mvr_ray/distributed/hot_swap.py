@@ -88,7 +88,7 @@ class HotSwapRouter:
         needs_words: bool = False,
         **options: Any,
     ) -> None:
-        """`manifest`: the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
+        """`manifest` is the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
         searches share calls (`DynamicBatcher`). `max_waiting`: calls that may wait at the same time for versions to be
         opened. `needs_words`: move to no version without words, which hybrid searches need. `options`: those of
         `Router`.
@@ -112,7 +112,8 @@ class HotSwapRouter:
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
-        """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
+        """Yield the router of one version (None: the live one), open until the block ends, even if another one becomes
+        live.
 
         If the version is not open, the call waits for that until the deadline. Raises MissingInputError for a version
         that does not exist, StorageError or ResourceError if it cannot be opened; OverloadedError if it is not open in
@@ -219,7 +220,7 @@ class HotSwapRouter:
         self._same_bytes = data
 
     def _acquire(self, version: int | None) -> _OpenVersion | None:
-        """The open version, with one more call; None if it is not open, or retired."""
+        """Return the open version, and count one more call of it; None if it is not open, or retired."""
         with self._lock:
             open_version = self._live if version is None else self._open.get(version)
             if open_version is None or open_version.is_retired:

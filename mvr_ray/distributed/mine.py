@@ -190,7 +190,7 @@ def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
 def _rank_passages(
     run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress, result_store: ResultStore
 ) -> Iterator[Sequence[str]]:
-    """Passage ids for each question down to `mine.rank_to`, best first."""
+    """Return passage ids for each question down to `mine.rank_to`, best first."""
     texts = [question.text for question in questions]
     batches = [json.dumps(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH)]
     inputs, k = ["mine", run.mine.method, corpus.digest], run.mine.rank_to

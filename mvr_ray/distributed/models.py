@@ -65,12 +65,12 @@ def find_worker_model(run: RunConfig, kind: ModelKind, name: str, spec: Any) -> 
 
 
 def reader_spec(run: RunConfig) -> ReaderSpec:
-    """The `read` section as a ReaderSpec."""
+    """Return the `read` section as a ReaderSpec."""
     return ReaderSpec(**run.read.model_dump(include={field.name for field in fields(ReaderSpec)}))
 
 
 def pair_spec(run: RunConfig) -> PairSpec:
-    """Input settings of a cross-encoder, in training and in mining."""
+    """Return the input settings of a cross-encoder, in training and in mining."""
     return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
 
 

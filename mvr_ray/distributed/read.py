@@ -169,7 +169,7 @@ def stored_articles(run: RunConfig, results: Sequence[RankedQuestion]) -> dict[s
 def predictions(
     result: RankedQuestion, spans: Sequence[Span | None], ks: Sequence[int], weight: float
 ) -> list[Prediction]:
-    """The answer from the first k passages, for each k."""
+    """Return the answer from the first k passages, for each k."""
     rows, answers = [], result.question.answers
     for k in ks:
         at = choose(spans[:k], [hit.score for hit in result.passages[:k]], weight)

@@ -1,4 +1,4 @@
-"""The refinement loop: retrieve, label, move or add views, measure, decide, publish (AOpt; feedback views).
+"""Runs the refinement loop: retrieve, label, move or add views, measure, decide, publish (AOpt; feedback views).
 
     round r:  hits of the labelled questions -> labels -> step -> hits again -> accuracy -> next_action
 
@@ -137,7 +137,7 @@ def _conclude(
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:
-    """The saved report of this command if the live version is what it published before it was killed."""
+    """Return the saved report of this command if the live version is what it published before it was killed."""
     if live.operation != f"refine:{run.refine.method}" or live.parent not in manifests.list_versions(store, live.index):
         return None
     journal = Journal(store, manifests.read(store, live.index, live.parent), run, questions)

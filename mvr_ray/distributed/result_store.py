@@ -73,7 +73,7 @@ class ResultStore:
             yield result
 
     def _read(self, folder: str, first: int) -> list[str]:
-        """The results that are stored from batch `first` on; none for a file that is damaged or not there."""
+        """Read the results that are stored from batch `first` on; none for a file that is damaged or not there."""
         path = paths.staged_results(folder, first)
         try:
             return str(without_trailer(self._store.read_bytes(path), path), "ascii").split("\n")

@@ -54,7 +54,7 @@ class QuestionSet(NamedTuple):
         return tuple(question.text for question in self.questions)
 
     def batches(self, size: int) -> list["QuestionSet"]:
-        """Parts of `size` questions, in order."""
+        """Return the parts of `size` questions, in order."""
         starts = range(0, len(self.questions), size)
         return [QuestionSet(self.name, self.questions[start : start + size]) for start in starts]
 

@@ -118,7 +118,7 @@ class Router:
         gpu: bool = False,
         observe: Observe | None = None,
     ) -> None:
-        """`timeout_s`: of a search without a deadline. `threads` and `gpu`: for embedding questions in this process.
+        """`timeout_s` bounds a search without a deadline; `threads` and `gpu` embed questions in this process.
         The searching threads call `observe`.
         """
         self.store = store
@@ -144,7 +144,7 @@ class Router:
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:
-        """This router, like `HotSwapRouter.pin`. Raises MissingInputError for another version."""
+        """Yield this router, like `HotSwapRouter.pin`. Raises MissingInputError for another version."""
         if version not in (None, self.manifest.version):
             raise MissingInputError(
                 f"only version {self.manifest.version} of index {self.manifest.index!r} is open here, not {version}; "
@@ -198,7 +198,7 @@ class Router:
             return encoder.embed_queries(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
-        """The number of tokens that `embed` reads of all texts together."""
+        """Return the number of tokens that `embed` reads of all texts together."""
         return sum(query.num_tokens for query in self.encoder.tokenize_queries(texts))
 
     def search_text(
@@ -317,7 +317,7 @@ class Router:
         return answer
 
     def _is_exact(self, hybrid: HybridQueries | None = None) -> bool:
-        """Whether shards answer exactly; a search by words alone does, with any index of the views."""
+        """Return whether shards answer exactly; a search by words alone does, with any index of the views."""
         return self.manifest.index_params["kind"] == "flat" or (hybrid is not None and hybrid.weight == "words")
 
     def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
@@ -374,7 +374,7 @@ class Router:
         return results.views
 
     def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
-        """By passage id, the BM25 score with each text, as in a hybrid search.
+        """Return, by passage id, the BM25 score with each text, as in a hybrid search.
 
         Raises ShardIndexError for a version without words, DigestError if the statistics are damaged.
         """
@@ -392,8 +392,8 @@ class Router:
     def _parts(
         self, queries_QD: FloatArray, texts: Sequence[str], hits: Sequence[Sequence[Hit]], deadline: Deadline
     ) -> list[list[HybridParts]]:
-        """Both scores of every hit. Raises CoverageError if a hit's shard does not answer in time, or the texts of the
-        hits cannot be read in time."""
+        """Return both scores of every hit. Raises CoverageError if a hit's shard does not answer in time, or the texts
+        of the hits cannot be read in time."""
         statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
         ids = sorted({hit.passage_id for own in hits for hit in own})
         counts: dict[str, Counter[str]] = {}
@@ -418,7 +418,7 @@ class Router:
         ]
 
     def missing_sources(self) -> list[str]:
-        """Problems with the version's corpus and encoder in the store, each with what to do.
+        """Return the problems with the version's corpus and encoder in the store, each with what to do.
 
         Empty if texts can be embedded and passages shown. The check is repeated every SOURCES_S. An object store that
         does not answer changes nothing: what the version needs is open here.
@@ -501,21 +501,23 @@ class Router:
         return self.corpus.get(ids)
 
     def example_queries(self, num: int) -> list[str]:
-        """Up to `num` texts with an answer in the corpus: questions of a set, else titles."""
+        """Return up to `num` texts with an answer in the corpus: questions of a set, else titles."""
         return example_queries(self.corpus, num)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        """`DualEncoder.view_spans`, cached for the passages shown last; what the views of another program stand for is
-        not known."""
+        """Return `DualEncoder.view_spans`, cached for the passages shown last; what the views of another program stand
+        for is not known."""
         return self._spans(passage) if self.embeds else [None] * self.num_views
 
     def matching_snippet(self, passage: Passage, view: int) -> str:
-        """The snippet or title that a view represents; nothing for one of the whole passage, or of no part of it."""
+        """Return the snippet or title that a view represents; nothing for one of the whole passage, or of no part of
+        it."""
         span = self.view_spans(passage)[view] if view < self.num_views else None
         return "" if span is None else snippet_text(passage, span)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
-        """Refined vectors of a question set by `query_key`, or by id in versions of earlier commits; empty without any.
+        """Return the refined vectors of a question set by `query_key`, or by id in versions of earlier commits; empty
+        without any.
 
         They are trained on the answers of their questions, so results with them are transductive.
         """
@@ -602,7 +604,7 @@ def open_router(run: RunConfig, version: int | None = None, *, local: bool | Non
 def open_searchers(
     run: RunConfig, manifest: Manifest, local: bool | None
 ) -> Iterator["LocalSearchers | RemoteSearchers"]:
-    """Searchers of the shards of a version, for other versions too, until the block ends. `local` as in
+    """Open searchers of the shards of a version, for other versions too, until the block ends. `local` as in
     `open_router`."""
     resources = run.resources
     local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
@@ -628,7 +630,7 @@ def open_searchers(
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
-    """The settings of a searcher of a version, from the run file; `local`: in this process."""
+    """Return the settings of a searcher of a version, from the run file; `local`: in this process."""
     resources = run.resources
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address

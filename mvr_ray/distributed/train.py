@@ -157,7 +157,7 @@ def save_best(run: RunConfig) -> TrainedModel:
 
 
 def _finished_record(loop: type[StepLoop], store: Store, job: TrainingJob) -> dict[str, Any]:
-    """The record of this training if it has finished and the store has its model, else empty."""
+    """Return the record of this training if it has finished and the store has its model, else empty."""
     record = job.checkpoints.result()
     has_model = record and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record["fingerprint"]))
     return record if has_model else {}
@@ -218,7 +218,7 @@ def _make_latest(loop: type[StepLoop], store: Store, job: TrainingJob, record: M
 
 
 def _own_device(run: RunConfig) -> torch.device:
-    """The device for training in this process. Raises ResourceError where torch sees no GPU."""
+    """Return the device for training in this process. Raises ResourceError where torch sees no GPU."""
     if not run.resources.gpus_per_trainer:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -292,8 +292,8 @@ def _worker(config: dict[str, Any]) -> str:
 
 
 def _may_help(failures: Sequence[Exception]) -> bool:
-    """Whether a restart may help: a worker died, or all errors may be absent after it. A worker that only lost another,
-    whose own error comes again, is no reason."""
+    """Return whether a restart may help: a worker died, or all errors may be absent after it. A worker that only lost
+    another, whose own error comes again, is no reason."""
     return any(map(_is_from_ray, failures)) or (len(failures) > 0 and all(map(_may_pass, failures)))
 
 
@@ -302,8 +302,8 @@ def _is_from_ray(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a worker's error may be absent after a restart: it died (an error of Ray), or it lost another worker
-    (torch has no class for what gloo raises), its GPU, or a file system. Others, as of memory, come again."""
+    """Return whether a worker's error may be absent after a restart: it died (an error of Ray), or it lost another
+    worker (torch has no class for what gloo raises), its GPU, or a file system. Others, as of memory, come again."""
     if isinstance(error, MvrRayError):
         return isinstance(error, NoAnswerError)
     is_lost = isinstance(error, (torch.distributed.DistError, torch.AcceleratorError, OSError))
@@ -328,7 +328,8 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[dict[str, Any]]:
-    """Options of Ray Train for its own small files: on this machine, or in the store if there are several machines."""
+    """Return the options of Ray Train for its own small files: on this machine, or in the store if there are several
+    machines."""
     if len(info.nodes) == 1 and not info.can_grow:
         with scratch_folder(Path(tempfile.gettempdir()), "mvr-train-") as folder:
             yield {"storage_path": str(folder)}

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a running stage, exported through Ray's metrics agent of every node.
+"""Export Prometheus metrics of a running stage through Ray's metrics agent of every node.
 
     ray_mvr_ray_job_done, ray_mvr_ray_job_total    {stage, index, step}    units done, and units in all
     ray_mvr_ray_job_moved_at_seconds               {stage, index}          Unix time of the newest step; constant
@@ -22,8 +22,8 @@ _NUMBER = re.compile(r" [\d.]+")
 
 
 def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
-    """A progress callable that also sets the job's gauges. Step names are without numbers and figures in brackets, to
-    limit the series."""
+    """Return a progress callable that also sets the job's gauges. Step names are without numbers and figures in
+    brackets, to limit the series."""
 
     def report(what: str, count: int, total: int) -> None:
         progress(what, count, total)

@@ -31,7 +31,7 @@ class ProgressActor:
 
 @contextmanager
 def forward_progress(progress: Progress) -> Iterator[Any]:
-    """An actor to send to the worker. Its latest report is forwarded twice a second, and at the end."""
+    """Yield an actor to send to the worker. Its latest report is forwarded twice a second, and at the end."""
     actor: Any = ray.remote(ProgressActor).options(num_cpus=0).remote()
     last = None
 

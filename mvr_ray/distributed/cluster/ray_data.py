@@ -27,14 +27,14 @@ _MAX_BLOCKS = 4096
 
 
 def dataset(rows: Sequence[Mapping[str, Any]]) -> "ray.data.Dataset":
-    """A dataset of these rows, one block each up to `_MAX_BLOCKS`."""
+    """Make a dataset of these rows, one block each up to `_MAX_BLOCKS`."""
     import ray.data
 
     return ray.data.from_items(list(rows), override_num_blocks=min(len(rows), _MAX_BLOCKS))
 
 
 def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
-    """Arguments of `map_batches` for a pool with the run's number of encoders, a row at a time."""
+    """Return the arguments of `map_batches` for a pool with the run's number of encoders, a row at a time."""
     from ray.data import ActorPoolStrategy
 
     sizes = {"min_size": resources.encoders_min, "max_size": resources.encoders_max}
@@ -48,7 +48,7 @@ def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
 
 
 def pool_need(what: str, resources: ResourcesConfig) -> session.Need:
-    """Resources that such a pool needs."""
+    """Return the resources that such a pool needs."""
     return session.Need(what, resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
 
 
@@ -118,7 +118,7 @@ def _map_in_actors(
 
 
 def _map_in_threads(make: Callable[[], "_PoolActor"], texts: Sequence[str], count: int) -> Iterator[str]:
-    """Results in order. Each of `count` threads has its own worker, like an actor of a pool."""
+    """Yield results in order. Each of `count` threads has its own worker, like an actor of a pool."""
     local = threading.local()
 
     def work(text: str) -> str:

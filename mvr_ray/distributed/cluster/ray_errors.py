@@ -25,7 +25,7 @@ def translate_ray_errors(what: str) -> Iterator[None]:
 
 
 def ray_error_types() -> tuple[type[Exception], ...]:
-    """Types of Ray's errors; empty where Ray is not imported."""
+    """Return the types of Ray's errors; empty where Ray is not imported."""
     if "ray" not in sys.modules:
         return ()
     import ray.exceptions
@@ -35,7 +35,7 @@ def ray_error_types() -> tuple[type[Exception], ...]:
 
 
 def unwrap_error(error: BaseException, what: str) -> BaseException:
-    """Our error that caused one of Ray's; else the task's exception unchanged, else ResourceError."""
+    """Return our error that caused one of Ray's; else the task's exception unchanged, else ResourceError."""
     import ray.exceptions
 
     at: BaseException | None = error

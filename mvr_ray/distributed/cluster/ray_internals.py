@@ -65,7 +65,8 @@ def one_try() -> AbstractContextManager[None]:
 
 
 def listens_on_loopback_alone(address: str) -> bool:
-    """Whether a cluster listens on the loopback but not on the machine's address, which Ray would use to join."""
+    """Return whether a cluster listens on the loopback but not on the machine's address, which Ray would use to
+    join."""
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("127.0.0.1", "::1", "localhost") or not port.isdigit():
         return False
@@ -73,7 +74,7 @@ def listens_on_loopback_alone(address: str) -> bool:
 
 
 def listens(host: str, port: str) -> bool:
-    """Whether something accepts connections there."""
+    """Return whether something accepts connections there."""
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             return True
@@ -82,7 +83,7 @@ def listens(host: str, port: str) -> bool:
 
 
 def has_orphan(actor_class: str) -> bool:
-    """Whether this cluster has a detached actor of the class whose driver has ended."""
+    """Return whether this cluster has a detached actor of the class whose driver has ended."""
     ended_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
     actors: Any = state.actors(actor_state_name="ALIVE")
     return any(one["ActorClassName"] == actor_class and one["JobID"] in ended_jobs for one in actors.values())
@@ -103,7 +104,7 @@ def reread_authentication() -> None:
 
 @environment({"RAY_AUTH_MODE": "disabled"})
 def accepts_without_token(address: str) -> bool:
-    """Whether a cluster accepts a client without a token. False where it cannot be reached."""
+    """Return whether a cluster accepts a client without a token. False where it cannot be reached."""
     try:
         gcs_address = services.canonicalize_bootstrap_address(address)
         if not gcs_address:
@@ -119,8 +120,8 @@ def accepts_without_token(address: str) -> bool:
 
 
 def package_bytes(folder: Path) -> int:
-    """Bytes of the archive, which is not compressed, that `ray job submit --working-dir` makes of a folder. It lacks
-    what `.gitignore`, `.rayignore` and Ray's own list leave out."""
+    """Return the bytes of the archive, which is not compressed, that `ray job submit --working-dir` makes of a folder.
+    It lacks what `.gitignore`, `.rayignore` and Ray's own list leave out."""
     excludes = [packaging._get_excludes(folder, ray_constants.get_runtime_env_default_excludes())]
     sizes: list[int] = []
 

@@ -109,14 +109,14 @@ class Check(NamedTuple):
 
 
 def has_session() -> bool:
-    """Whether this process is in a Ray session, as every worker of a cluster is."""
+    """Return whether this process is in a Ray session, as every worker of a cluster is."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
 
 def in_ray() -> bool:
-    """Whether the work of this thread runs in a Ray session: in any that this process is in, unless it began in this
-    process (`staying_local`), and another thread has entered one since."""
+    """Return whether the work of this thread runs in a Ray session: in any that this process is in, unless it began in
+    this process (`staying_local`), and another thread has entered one since."""
     return not _stays_local.get() and has_session()
 
 
@@ -131,19 +131,22 @@ def staying_local(local: bool = True) -> Iterator[None]:
 
 
 def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
-    """Whether work over so many passages runs in Ray: in a session, with an address, or beyond `local_passages`."""
+    """Return whether work over so many passages runs in Ray: in a session, with an address, or beyond
+    `local_passages`."""
     return in_ray() or bool(cluster_address(resources)) or num_passages > resources.local_passages
 
 
 def scan_threads(resources: ResourcesConfig) -> int:
-    """Threads of an exact scan in this process: unless `resources.torch_threads` is set, one a core, as no hit depends
-    on them. Ray shares out cores itself, and torch, which scans without compiled loops, has one number for all work."""
+    """Return the number of threads of an exact scan in this process: unless `resources.torch_threads` is set, one a
+    core, as no hit depends on them. Ray shares out cores itself, and torch, which scans without compiled loops, has one
+    number for all work."""
     needs_one = resources.torch_threads or in_ray() or library_avx2() is None
     return resources.threads if needs_one else num_cores()
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:
-    """Address of the Ray cluster to join, None where none is configured, or `local`: Ray's word for one of its own."""
+    """Return the address of the Ray cluster to join, None where none is configured, or `local`: Ray's word for one of
+    its own."""
     address = resources.address or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address
 
@@ -438,7 +441,8 @@ def _has_token() -> bool:
 
 
 def describe(resources: ResourcesConfig) -> ClusterInfo:
-    """Total resources of the session's live nodes, whether in use or not; outside a session, those of this process."""
+    """Return the total resources of the session's live nodes, whether in use or not; outside a session, those of this
+    process."""
     if not in_ray():
         return ClusterInfo(num_cores(), 0, (), is_local=True)
     import ray
@@ -450,7 +454,7 @@ def describe(resources: ResourcesConfig) -> ClusterInfo:
 
 
 def num_places(capacity: float, demand: float) -> int:
-    """The number of processes that fit, each with this demand, as Ray counts them: in floats 1 // 0.2 is 4."""
+    """Return the number of processes that fit, each with this demand, as Ray counts them: in floats 1 // 0.2 is 4."""
     unit = 10**_RAY_DIGITS
     return round(unit * capacity) // max(round(unit * demand), 1)
 

@@ -258,8 +258,8 @@ def _publish(corpus: Corpus, version: Manifest, progress: Progress) -> Manifest:
 
 
 def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:
-    """The live version, if it has refined views of the same encoder to keep, else None, with a warning for those of
-    another encoder, and of a version pruned by `index.prune_views`: which views it lacks is not recorded.
+    """Return the live version, if it has refined views of the same encoder to keep, else None, with a warning for those
+    of another encoder, and of a version pruned by `index.prune_views`: which views it lacks is not recorded.
     """
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
@@ -285,7 +285,7 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
 
 
 def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:
-    """The shards that no earlier try of this command built."""
+    """Return the shards that no earlier try of this command built."""
     names = {*store.list(paths.staging_dir(task.draft.index, task.key))}
     return [shard for shard in shards if _note_path(task, shard).rpartition("/")[2] not in names]
 
@@ -363,7 +363,7 @@ def _reusable_shards(
 
 
 def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
-    """The parts of the corpus that equal the sources of an earlier version's shards."""
+    """Return the parts of the corpus that equal the sources of an earlier version's shards."""
     if len(earlier.shards) != corpus.num_shards:
         return set()
     if earlier.corpus_digest == corpus.digest:
@@ -377,7 +377,7 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
 
 
 def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
-    """The live version, if it has the same shards and settings, else None."""
+    """Return the live version, if it has the same shards and settings, else None."""
     if not draft.parent:
         return None
     live = manifests.read(store, draft.index)
@@ -434,7 +434,7 @@ def build_one(
 
 
 def _measure_views(folder: Path) -> dict[str, Any]:
-    """The measurements on the views of a shard in a folder, by their names in `BuiltShard`."""
+    """Return the measurements on the views of a shard in a folder, by their names in `BuiltShard`."""
     views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     file = folder / paths.PRUNED_JSON
     pruning = json.loads(file.read_text()) if file.exists() else {}

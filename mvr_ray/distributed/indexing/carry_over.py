@@ -78,7 +78,7 @@ class EmbeddedCorpus:
         return Corpus(self.store, self._info)
 
     def unchanged_since_parent(self, ids: Collection[str]) -> set[str]:
-        """Those of `ids` that a parent has with the same content."""
+        """Return those of `ids` that a parent has with the same content."""
         if self.parent is None or not ids:
             return set()
         before = Corpus.open(self.store, self.parent.corpus, self.parent.corpus_digest).get(ids)
@@ -147,7 +147,7 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
     starts = np.cumsum([0, *(len(rows_of[shard]) for shard in shards[:-1])])
 
     def shard_and_row(place: int) -> tuple[int, int]:
-        """Of a position in the concatenated rows of all shards."""
+        """Return the shard and the row of a position in the concatenated rows of all shards."""
         at = int(np.searchsorted(starts, place, side="right")) - 1
         return shards[at], rows_of[shards[at]][place - int(starts[at])]
 
@@ -200,8 +200,8 @@ def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> d
 
 
 def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, Manifest]) -> list[EmbeddedCorpus]:
-    """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those as
-    encoded, then those with a parent; of these the task's own index, newest first, then others."""
+    """Return the versions of the store that the task's encoder embedded: first the one with refined views to keep, then
+    those as encoded, then those with a parent; of these the task's own index, newest first, then others."""
     draft = task.draft
     indexes = sorted(store.list(paths.INDEXES), key=lambda name: name != draft.index)
     corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
@@ -223,13 +223,13 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
 
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
-    """Whether a version holds all views as encoded. `versions` are the existing ones of the index."""
+    """Return whether a version holds all views as encoded. `versions` are the existing ones of the index."""
     return "pruned_views" not in version.metrics and not has_refined_views(version, versions)
 
 
 def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
-    """Whether refinement may have changed views of a version: of a copy as of its original, or as it records if that
-    is collected. `versions` are the existing ones of the index."""
+    """Return whether refinement may have changed views of a version: of a copy as of its original, or as it records if
+    that is collected. `versions` are the existing ones of the index."""
     if version.operation not in manifests.COPIES:
         return version.operation != "index"
     originals = [versions[version.parent]] if version.parent in versions else []
@@ -378,8 +378,8 @@ def _plan_over_base(
 def _deleted_or_replaced(
     source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Passages of a source over another number of shards that hash to this shard, but are deleted from it, or have new
-    content: those still in `remaining` after reuse."""
+    """Return the passages of a source over another number of shards that hash to this shard, but are deleted from it,
+    or have new content: those still in `remaining` after reuse."""
     ids = set(corpus.part(shard).ids())
     source_ids = [
         name
@@ -420,7 +420,7 @@ def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
 
 
 def _unchanged_ids(source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict[str, list[str]]:
-    """The ids of those of `passages` that have the same id and content in the source, each by itself."""
+    """Return the ids of those of `passages` that have the same id and content in the source, each by itself."""
     try:
         before = source.corpus().get(passages)
         names = [name for name, passage in before.items() if _has_same_content(passage, passages[name])]
@@ -452,7 +452,7 @@ def _ids_of_same_content(
     matches: Iterable[Matches] | None,
     matches_by_file: dict[str, Matches],
 ) -> dict[str, list[str]]:
-    """By their ids in the source, the ids of those of `passages` that have the same content there.
+    """Return the ids of those of `passages` that have the same content in the source, by their ids there.
 
     `matches` is where their contents are in its files. Without it they are looked for in each file that
     `matches_by_file` lacks, which is added to it.

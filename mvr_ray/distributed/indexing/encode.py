@@ -111,7 +111,8 @@ def _encoder_of(task: EncodeTask) -> DualEncoder:
 
 
 def chunks_at_once(gpu: bool) -> int:
-    """Concurrent chunks of one encoder: a GPU embeds the next chunk while the previous one is written."""
+    """Return the number of concurrent chunks of one encoder: a GPU embeds the next chunk while the previous one is
+    written."""
     return 2 if gpu else 1
 
 

@@ -36,7 +36,7 @@ class ExternalVectors:
         return {name: row for row, name in enumerate(self.block.ids)}
 
     def differing(self, ids: Iterable[str], shard: EmbeddingShard | None) -> set[str]:
-        """Those of these passages whose views are not those of the shard; feedback views are left aside."""
+        """Return those of these passages whose views are not those of the shard; feedback views are left aside."""
         names = {name for name in ids if name in self.rows}
         views = shard.find(names) if shard and names else {}
         return {name for name in names if name not in views or not self._has(name, views[name])}

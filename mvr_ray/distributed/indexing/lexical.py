@@ -91,7 +91,7 @@ def find_base(store: Store, index: str, corpus: Corpus, language: str) -> Manife
 
 
 def is_over_parts(store: Store, version: Manifest) -> bool:
-    """Whether the shards of a version are the parts of its corpus, as those of a resharded one are not. Raises
+    """Return whether the shards of a version are the parts of its corpus, as those of a resharded one are not. Raises
     MissingInputError, StorageError."""
     return Corpus.open(store, version.corpus, version.corpus_digest).num_shards == len(version.shards)
 
@@ -126,7 +126,7 @@ def _join_statistics(shards: Sequence[bytes], path: Path) -> None:
 
 
 def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -> ShardWords:
-    """Postings of one shard: unchanged, with a new change file, or written whole."""
+    """Make the postings of one shard: unchanged, with a new change file, or written whole."""
     store, before = task.corpus.store, task.before
     corpus = Corpus(store, task.corpus.info)  # its parts are open for this shard alone
     if before is None:
@@ -228,7 +228,7 @@ def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
 
 
 def has_words(store: Store, manifest: Manifest, language: str) -> bool:
-    """Whether a version has words of this language by today's rule, whole in the store."""
+    """Return whether a version has words of this language by today's rule, whole in the store."""
     if manifest.lexical is None or not are_whole(store, manifest.index, manifest.lexical.files):
         return False
     return rule_of(store, manifest.index, manifest.lexical) == WordRule(language)
@@ -265,7 +265,7 @@ def _write_changes(
 
 
 def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows: Sequence[int]) -> IntArray:
-    """Row of each passage of a part in the earlier postings; -1 if it is new or changed."""
+    """Return the row of each passage of a part in the earlier postings; -1 if it is new or changed."""
     rows = pc.index_in(part.table(["id"]).column("id"), value_set=old.table(["id"]).column("id"))
     row_P = pc.fill_null(rows, -1).to_numpy().astype(np.int64)
     row_P[np.asarray(changed_rows, np.int64)] = -1
@@ -305,6 +305,7 @@ def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:
 
 
 def are_whole(store: Store, index: str, files: Files, sizes_only: bool = False) -> bool:
-    """Whether these lexical files are in the store undamaged; with `sizes_only`, whether they have their sizes."""
+    """Return whether these lexical files are in the store undamaged; with `sizes_only`, whether they have their
+    sizes."""
     checks = [(manifests.lexical_path(index, one), one.num_bytes, "" if sizes_only else one.sha256) for one in files]
     return not any(store.for_each(lambda check: store.damage(*check), checks))

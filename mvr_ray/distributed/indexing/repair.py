@@ -147,7 +147,7 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
 
 
 def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
-    """Quarantined folders of this shard."""
+    """Return the quarantined folders of this shard."""
     root = paths.index_dir(index, "quarantine")
     return [f"{root}/{name}" for name in store.list(root) if name.rpartition("-")[0] == entry.digest]
 
@@ -171,8 +171,8 @@ def _equals(path: Path, file: FileEntry) -> bool:
 
 
 def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_files: Collection[FileEntry] = ()) -> str:
-    """The command that restores lost files: index again, which makes a version of the last corpus alone, or roll back
-    to a version that does not use them and whose files have their sizes. Shards may share a file by hard links."""
+    """Return the command that restores lost files: index again, which makes a version of the last corpus alone, or roll
+    back to a version that does not use them and whose files have their sizes. Shards may share a file by hard links."""
     with suppress(MissingInputError, StorageError):
         is_last = Corpus.open(store, manifest.corpus).digest == manifest.corpus_digest
         if is_last and manifest.operation == "index":

@@ -108,7 +108,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
 
 
 def staging_key(base: Manifest, num_shards: int) -> str:
-    """Key of the notes: a digest of the version's content and the number of shards."""
+    """Return the key of the notes: a digest of the version's content and the number of shards."""
     decides = f"{base.content_digest()} {base.version} {num_shards}"
     return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
 
@@ -138,8 +138,8 @@ def reshard_one(
 
 
 def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[BuiltShard]) -> Manifest:
-    """The manifest of a version over its new shards; measurements on views are unchanged, those on approximate indexes
-    too if none was built."""
+    """Return the manifest of a version over its new shards; measurements on views are unchanged, those on approximate
+    indexes too if none was built."""
     entries, recalls = tuple(shard.entry for shard in new_shards), shards.recall_metrics(new_shards)
     origin = {} if base.operation in manifests.COPIES else {"refined": float(base.operation != "index")}
     base = dataclasses.replace(base, metrics=base.metrics | origin)

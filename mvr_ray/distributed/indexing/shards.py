@@ -85,8 +85,8 @@ def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> In
 
 
 def builder_memory(version: Manifest, vectors: Sequence[int]) -> list[int]:
-    """Memory that building each shard of a version takes, with these numbers of vectors; that of the vectors in float32
-    for a Faiss factory that `plan` does not know."""
+    """Return the memory that building each shard of a version takes, with these numbers of vectors; that of the vectors
+    in float32 for a Faiss factory that `plan` does not know."""
     params, dimension = IndexParams(**version.index_params), version.dimension
     try:
         return [builder_bytes(params, num, dimension) for num in vectors]
@@ -232,7 +232,7 @@ def shard_embeddings(store: Store, index: str, entry: ShardEntry) -> EmbeddingSh
 
 
 def embeddings_alone(entry: ShardEntry) -> ShardEntry:
-    """A shard with the files that hold its views, and no others."""
+    """Return a shard with the files that hold its views, and no others."""
     return replace(entry, files={name: entry.files[name] for name in paths.embedding_files(entry.files)})
 
 
@@ -244,19 +244,20 @@ def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
 
 
 def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> Iterator[EmbeddingBlock]:
-    """`gather_rows` in batches of passages."""
+    """Gather rows, as `gather_rows` does, in batches of passages."""
     for start in range(0, len(rows), BATCH_PASSAGES):
         yield gather_rows(blocks, rows[start : start + BATCH_PASSAGES])
 
 
 def related_shards(shard: int, num_before: int, num_after: int) -> list[int]:
-    """The old shards, or parts of a corpus, that can hold a passage of a new shard: those with the same residue."""
+    """Return the old shards, or parts of a corpus, that can hold a passage of a new shard: those with the same
+    residue."""
     step = math.gcd(num_before, num_after)
     return list(range(shard % step, num_before, step))
 
 
 def mean_over_passages(shards: Sequence[BuiltShard], name: str) -> float | None:
-    """Mean of a measurement of shards weighted by passages; None where nothing was measured."""
+    """Return the mean of a measurement of shards weighted by passages; None where nothing was measured."""
     pairs = [(getattr(shard, name), shard.entry.num_passages) for shard in shards]
     weighted_values = [(value, weight) for value, weight in pairs if value is not None]
     total = sum(weight for _, weight in weighted_values)
@@ -264,15 +265,15 @@ def mean_over_passages(shards: Sequence[BuiltShard], name: str) -> float | None:
 
 
 def promised_recall(manifest: Manifest) -> float | None:
-    """Minimum recall for an updated index of a shard of the version; None where nothing was measured."""
+    """Return the minimum recall for an updated index of a shard of the version; None where nothing was measured."""
     if manifest.recall is None:
         return None
     return float(manifest.metrics.get("recall_least", manifest.recall - RECALL_SLACK))
 
 
 def recall_metrics(shards: Sequence[BuiltShard]) -> dict[str, int | float]:
-    """Manifest metrics of the shards' approximate indexes: the measured recall, the minimum for each updated index, and
-    the numbers of updated and rebuilt ones."""
+    """Return the manifest metrics of the shards' approximate indexes: the measured recall, the minimum for each updated
+    index, and the numbers of updated and rebuilt ones."""
     metrics: dict[str, int | float] = {}
     recall = mean_over_passages(shards, "recall")
     if recall is not None:

@@ -76,7 +76,7 @@ class EncodePlan:
     copies: dict[int, str] | None = None
 
     def rows_to_encode(self, num_passages: int) -> Sequence[int]:
-        """`rows`, with None resolved to all `num_passages` rows."""
+        """Return `rows`, with None resolved to all `num_passages` rows."""
         return range(num_passages) if self.rows is None else self.rows
 
 
@@ -168,7 +168,8 @@ def _digest(parts: list[Any]) -> str:
 
 
 def checked_params(run: RunConfig, dimension: int) -> IndexParams:
-    """The index parameters of a run. Raises ShardIndexError where they do not fit embeddings of this dimension."""
+    """Return the index parameters of a run. Raises ShardIndexError where they do not fit embeddings of this
+    dimension."""
     params = index_params(run.index, dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, dimension)
     return params
@@ -208,7 +209,7 @@ def encode_task(
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, *shards: int) -> list[ChunkRange]:
-    """The chunks of these shards, in order."""
+    """Return the chunks of these shards, in order."""
     chunks: list[ChunkRange] = []
     for shard, plan in zip(shards, task.plans(corpus.store, shards)):
         total, size = len(plan.rows_to_encode(corpus.info.parts[shard].num_passages)), task.sort_window
@@ -217,13 +218,13 @@ def chunks_of(task: EncodeTask, corpus: Corpus, *shards: int) -> list[ChunkRange
 
 
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
-    """The chunks that are in the staging folder. Files are written atomically; the build of the shard checks their
-    digests."""
+    """Return the chunks that are in the staging folder. Files are written atomically; the build of the shard checks
+    their digests."""
     names = set(Store(task.store).list(paths.staging_dir(task.draft.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
 
 
 def staged_shards(task: EncodeTask, *prefixes: str) -> set[int]:
-    """Shards with a file of one of these prefixes in the staging folder."""
+    """Return shards with a file of one of these prefixes in the staging folder."""
     names = Store(task.store).list(paths.staging_dir(task.draft.index, task.key))
     return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(prefixes)}

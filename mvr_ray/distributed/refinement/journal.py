@@ -153,8 +153,8 @@ class Journal:
         self.store.write_bytes(f"{self.folder}/report.json", with_trailer(json.dumps(fields, indent=1).encode()))
 
     def saved_report(self, content: str) -> RefineReport | None:
-        """The saved outcome, if present, not damaged, and of this content: a faster refinement may have published
-        another."""
+        """Return the saved outcome, if present, not damaged, and of this content: a faster refinement may have
+        published another."""
         path = f"{self.folder}/report.json"
         try:
             text = read_staged(self.store, path).decode() if self.store.exists(path) else "{}"

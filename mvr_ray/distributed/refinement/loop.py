@@ -113,7 +113,8 @@ class RefinementLoop:
             logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def weight(self) -> float:
-        """The weight of feedback views in use: the only one, or the choice after trying all; 0 for other methods."""
+        """Return the weight of feedback views in use: the only one, or the choice after trying all; 0 for other
+        methods."""
         if len(self.weights) <= 1:
             return self.weights[0] if self.weights else 0.0
         weights = [TriedWeight(row.report.weight, row.labelled, row.heldout) for row in self.journal.weights]
@@ -121,19 +122,19 @@ class RefinementLoop:
         return choose_weight(self.journal.heldout_before, weights, self.refine.max_heldout_loss)
 
     def settings(self) -> dict[str, float]:
-        """Settings of this refinement's feedback views for the manifest, if it makes any."""
+        """Return the settings of this refinement's feedback views for the manifest, if it makes any."""
         if not self.weights:
             return {}
         return {"feedback_weight": self.weight(), "feedback_clusters": self.refine.feedback_clusters}
 
     def queries_at(self, number: int) -> FloatArray:
-        """Labelled queries after a round."""
+        """Return the labelled queries after a round."""
         if number and self.refine.method in MOVES_QUERIES:
             return self.journal.load_queries(number)
         return self.queries_TD[: self.questions.num_labelled]
 
     def state_id(self, number: int) -> StateId:
-        """The state of the passages after a round: the published one where only queries move."""
+        """Return the state of the passages after a round: the published one where only queries move."""
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
     def search(self, at: StateId, queries_QD: FloatArray, what: str) -> ShardHits:
@@ -144,7 +145,7 @@ class RefinementLoop:
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank(self, at: StateId, hits: ShardHits, others: Sequence[Literal["gate", "report"]]) -> Ranks:
-        """Ranks at a state: of the labelled questions by their hits, of gate and reported ones by a search.
+        """Return the ranks at a state: of the labelled questions by their hits, of gate and reported ones by a search.
 
         Where no passage moved, unmoved questions keep the ranks that they had before.
         """
@@ -164,13 +165,14 @@ class RefinementLoop:
         return tuple(100 * self.evaluator.top1([group], kind, ranks) for group, kind in self.gates)
 
     def labelled_points(self, ranks: Ranks) -> float:
-        """Top-1 of the labelled questions in points, 0 where they have neither answers nor gold passages."""
+        """Return top-1 of the labelled questions in points, 0 where they have neither answers nor gold passages."""
         group = self.questions.groups[0]
         kind = self.evaluator.deciding_kind(group)
         return 100 * self.evaluator.top1([group], kind, ranks) if kind else 0.0
 
     def top1s(self, ranks: Ranks) -> dict[str, Any]:
-        """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
+        """Return the fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold
+        passages."""
         top1, labelled_groups, gates = self.evaluator.top1, self.questions.groups[:1], self.questions.gates
         return {
             "labelled_top1": top1(labelled_groups, "answer", ranks),
@@ -232,13 +234,13 @@ class RefinementLoop:
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def best_so_far(self) -> int:
-        """The round to restore if rounds ended now; where none is acceptable, the least harmful one."""
+        """Return the round to restore if rounds ended now; where none is acceptable, the least harmful one."""
         state = self.state()
         action = next_action(replace(state, max_rounds=len(self.journal.rounds), last_moved=None))
         return action.best_round if isinstance(action, Stop) else state.least_harmful()
 
     def accuracies(self, number: int) -> list[Accuracy]:
-        """Accuracy of every group before refinement and at the state of a round."""
+        """Return the accuracy of every group before refinement and at the state of a round."""
         before = after = self.journal.before
         assert before is not None and after is not None, "nothing was measured before"
         if number:
@@ -248,7 +250,7 @@ class RefinementLoop:
 
 
 def weights_to_try(refine: RefineConfig) -> tuple[float, ...]:
-    """The weights of feedback views to try, ascending, each once."""
+    """Return the weights of feedback views to try, ascending, each once."""
     if refine.method != "feedback_views":
         return ()
     weights = refine.feedback_weight
@@ -272,7 +274,8 @@ class RoundStep(NamedTuple):
         return sum(part.num_moved for part in self.parts)
 
     def summary(self, num_passages: int, num_questions: int) -> dict[str, Any]:
-        """Fields of a RoundReport. The moved share is of passages, or of questions if only questions move."""
+        """Return the fields of a RoundReport. The moved share is of passages, or of questions if only questions
+        move."""
         num_drifted = sum(part.num_drifted for part in self.parts)
         share = sum(part.moved_passages for part in self.shards) / num_passages
         if not self.shards and self.queries is not None:

@@ -57,7 +57,7 @@ class Evaluator:
         }
 
     def _feedback(self) -> list[Judgement[int]]:
-        """External judgements by passage number, each pair once."""
+        """Return external judgements by passage number, each pair once."""
         judgements = self.questions.feedback or ()
         number_of = self.refiners.locate(one.passage for one in judgements)
         return sorted({Judgement(one.question, number_of[one.passage], one.positive) for one in judgements})
@@ -91,8 +91,8 @@ class Evaluator:
         return labels._replace(view_L=self.refiners.winners(at, labels, queries_LD))
 
     def _bears_answer(self, rows_Q: IntArray, hits: ShardHits) -> np.ndarray:
-        """Whether each hit holds an answer of its question, bool [Q, K]. Those of the labelled questions, which are
-        ranked and then labelled by the same hits, are marked once."""
+        """Return whether each hit holds an answer of its question, bool [Q, K]. Those of the labelled questions, which
+        are ranked and then labelled by the same hits, are marked once."""
         if len(rows_Q) and rows_Q[0] >= self.questions.num_labelled:
             return self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
         if self._labelled is None or self._labelled[0] is not hits:
@@ -111,17 +111,17 @@ class Evaluator:
         return ranks
 
     def members(self, group: QuestionGroup, kind: Kind) -> IntArray:
-        """The questions of a group that have answers, or gold passages (`kind`)."""
+        """Return the questions of a group that have answers, or gold passages (`kind`)."""
         rows = np.array(group.members, np.int64)
         return rows[self.judged_T[kind][rows]]
 
     def top1(self, groups: Sequence[QuestionGroup], kind: Kind, ranks: Ranks) -> float:
-        """Top-1 accuracy over some groups as a share, nan if they have no `members` of this kind."""
+        """Return the top-1 accuracy over some groups as a share, nan if they have no `members` of this kind."""
         rows = np.concatenate([self.members(group, kind) for group in groups])
         return top_k_accuracy(ranks[KINDS.index(kind), rows], [1])[1] if len(rows) else float("nan")
 
     def accuracies(self, before: Ranks, after: Ranks) -> list[Accuracy]:
-        """Accuracy of every group, by answers and by gold passages."""
+        """Return the accuracy of every group, by answers and by gold passages."""
         rows = []
         for group in self.questions.groups:
             for kind in KINDS:
@@ -135,13 +135,13 @@ class Evaluator:
         return rows
 
     def deciding_kind(self, group: QuestionGroup) -> Kind | None:
-        """The kind of accuracy that decides for a group: the kind of the labels, else the other; None without
+        """Return the kind of accuracy that decides for a group: the kind of the labels, else the other; None without
         either."""
         kinds: Sequence[Kind] = ("answer", "gold") if self.refine.labels == "answers" else ("gold", "answer")
         return next((kind for kind in kinds if len(self.members(group, kind))), None)
 
     def gate_sets(self) -> list[tuple[QuestionGroup, Kind]]:
-        """The held-out gate sets, which limit the loss of accuracy, each with the kind of accuracy that decides.
+        """Return the held-out gate sets, which limit the loss of accuracy, each with the kind of accuracy that decides.
 
         Raises ConfigError for a set without answers and gold passages: a gate, and on the query side also the labelled
         questions, since only these change there from round to round.

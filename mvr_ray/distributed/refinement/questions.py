@@ -66,11 +66,11 @@ class RefineQuestions:
         return self.groups[1 : 1 + self.num_gates]
 
     def gate_rows(self) -> list[int]:
-        """Table rows of every gate question, each once, ascending."""
+        """Return the table rows of every gate question, each once, ascending."""
         return sorted({row for group in self.gates for row in group.members})
 
     def other_rows(self) -> list[int]:
-        """Table rows of the questions that are only reported."""
+        """Return the table rows of the questions that are only reported."""
         return sorted(set(range(self.num_labelled, len(self.table))).difference(self.gate_rows()))
 
     def digest(self) -> str:
@@ -155,7 +155,7 @@ def arrange(
     groups = [QuestionGroup(name, "transductive", tuple(range(len(table))))]
 
     def add(question: Question) -> int:
-        """The question's row, a new one if it has none."""
+        """Return the question's row, a new one if it has none."""
         if question not in row_of:
             row_of[question] = len(table)
             table.append(question)
@@ -268,5 +268,5 @@ def _hash(text: str, seed: int) -> int:
 
 
 def _fold(text: str, seed: int) -> int:
-    """Fold of a question, by a hash of its text: equal texts always share a fold."""
+    """Return the fold of a question, by a hash of its text: equal texts always share a fold."""
     return _hash(text, seed) % GATE_FOLDS

@@ -52,7 +52,7 @@ class LabelCache:
         self.values_X: np.ndarray = np.empty(0, bool)
 
     def missing(self, keys: IntArray) -> IntArray:
-        """The keys that the cache lacks, sorted, each once."""
+        """Return the keys that the cache lacks, sorted, each once."""
         keys = distinct(keys)
         if not len(self.keys_X):
             return keys
@@ -146,12 +146,12 @@ class RefinerPool:
         return self.results([_call(self.holder[s], method, s, *arguments[s]) for s in sorted(arguments)])
 
     def place(self, passages: IntArray) -> tuple[IntArray, IntArray]:
-        """Position in `shards`, and row, of numbered passages."""
+        """Return the position in `shards`, and row, of numbered passages."""
         at = np.searchsorted(self.shard_start, passages, side="right") - 1
         return at, passages - self.shard_start[at]
 
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
-        """Numbers of the passages that are in the index; unknown ids are omitted."""
+        """Return the numbers of the passages that are in the index; unknown ids are omitted."""
         parts = dict(sorted(ids_by_shard(ids, len(self.shards)).items()))
         rows_by_shard = self.per_shard(ShardRefiner.locate, {shard: (part,) for shard, part in parts.items()})
         return {
@@ -192,7 +192,7 @@ class RefinerPool:
         return ShardHits(*(np.concatenate(columns) for columns in zip(*tables)))
 
     def ids_of(self, passages: IntArray) -> list[str]:
-        """Ids of numbered passages."""
+        """Return the ids of numbered passages."""
         ids = np.empty(len(passages), object)
         return self._by_passage(ShardRefiner.ids_of, passages, lambda _, rows: (rows.tolist(),), ids).tolist()
 
@@ -245,7 +245,7 @@ class RefinerPool:
         return {shard: by_row.take(at_L == number) for number, shard in enumerate(self.shards)}
 
     def winners(self, at: StateId, labels: Labels, queries_LD: FloatArray) -> IntArray:
-        """Best-scoring view of the passage of each label at a state."""
+        """Return the best-scoring view of the passage of each label at a state."""
 
         def arguments(own: IntArray, rows: IntArray) -> Sequence[Any]:
             questions, query_L = np.unique(labels.question_L[own], return_inverse=True)

@@ -112,7 +112,7 @@ class RefineReport:
         return text_table(title, ("group", "protocol", "kind", "questions", *depths), lines)
 
     def to_json(self) -> str:
-        """Plain JSON; the manifest is named by its version."""
+        """Convert to plain JSON; the manifest is named by its version."""
         rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("rounds", "weights", "accuracy")}
         version = self.published.version if self.published else None
         return json.dumps({**vars(self), **rows, "published": version}, indent=1, sort_keys=True)

@@ -79,7 +79,7 @@ class ShardStep(NamedTuple):
     def of(
         cls, steps: Sequence[aopt.StepResult], drift_M: FloatArray, num_drifted: int, moved_passages: int = 0
     ) -> "ShardStep":
-        """The sums over the steps of disjoint vectors, and the drift of all."""
+        """Add up the steps of disjoint vectors, and take the drift of all."""
         return cls(
             num_moved=sum(step.num_moved for step in steps),
             moved_passages=moved_passages,
@@ -140,12 +140,12 @@ class ShardRefiner:
         return np.concatenate(numbers)[sorted(range(len(ids)), key=ids.__getitem__)]
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
-        """Passage ids of some rows."""
+        """Return the passage ids of some rows."""
         ids = self._ids(shard)
         return [ids[row] for row in rows]
 
     def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
-        """Row of each passage id, -1 where the shard does not hold it."""
+        """Return the row of each passage id, -1 where the shard does not hold it."""
         all_ids = self._ids(shard)
         rows = [bisect_left(all_ids, passage_id) for passage_id in ids]
         return [row if row < len(all_ids) and all_ids[row] == passage_id else -1 for row, passage_id in zip(rows, ids)]
@@ -162,7 +162,7 @@ class ShardRefiner:
         return marked_L
 
     def winners(self, shard: int, at: StateId, query_L: IntArray, row_L: IntArray, queries_QD: FloatArray) -> IntArray:
-        """View number that scores best for each (query, passage) at a state."""
+        """Return the number of the view that scores best for each (query, passage) at a state."""
         rows, inverse_L = np.unique(row_L, return_inverse=True)
         now = StoredViews(self._blocks(at, shard)).gather(rows)
         return winning_view_numbers(queries_QD, now, query_L, inverse_L)
@@ -283,8 +283,8 @@ class ShardRefiner:
         return state.blocks
 
     def _index(self, at: StateId) -> ShardIndex:
-        """One index over all shards, so that only passages among the best of them all are scored exactly. Its rows are
-        in order of id, as ties are."""
+        """Return one index over all shards, so that only passages among the best of them all are scored exactly. Its
+        rows are in order of id, as ties are."""
         if self.index is None or self.index[0] != at:
             nonempty_shards = [shard for shard in self.starts if self.entries[shard].num_passages]
             blocks = [block for shard in nonempty_shards for block in self._blocks(at, shard)]

@@ -40,7 +40,7 @@ class StateId(NamedTuple):
     number: int
 
     def folder(self, staging: str) -> str:
-        """Path of this state in the staging folder."""
+        """Return the path of this state in the staging folder."""
         return f"{staging}/{self.kind}-{self.number}"
 
     def shard_path(self, staging: str, shard: int) -> str:
@@ -80,7 +80,8 @@ class ShardChanges:
         return ShardChanges(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
 
     def feedback_changes(self, other: "ShardChanges") -> IntArray:
-        """Rows whose feedback views differ between two states: present in one only, or with another vector."""
+        """Return the rows whose feedback views differ between two states: present in one only, or with another
+        vector."""
         keys, other_keys = (state.feedback_F * VIEW_BASE + ranks(state.feedback_F) for state in (self, other))
         common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
         differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
@@ -111,14 +112,14 @@ class StoredViews:
         )
 
     def slots(self, rows_L: IntArray, views_L: IntArray) -> IntArray:
-        """Vector numbers of these views. Each must exist."""
+        """Return the vector numbers of these views. Each must exist."""
         keys_L = rows_L.astype(np.int64) * VIEW_BASE + views_L
         slots_L = np.searchsorted(self.keys_N, keys_L)
         assert np.array_equal(self.keys_N[slots_L], keys_L), "a label names a view that its passage does not have"
         return slots_L
 
     def vectors(self, slots_M: IntArray, state: ShardChanges) -> FloatArray:
-        """float32 copies of the current views: moved ones from the state, the rest as stored."""
+        """Return float32 copies of the current views: moved ones from the state, the rest as stored."""
         out_MD = np.empty((len(slots_M), state.moved_MD.shape[1]), np.float32)
         block_M = np.searchsorted(self.vector_start, slots_M, side="right") - 1
         for number in distinct(block_M):
@@ -129,11 +130,11 @@ class StoredViews:
         return out_MD
 
     def rows(self, slots_M: IntArray) -> IntArray:
-        """The passage of each vector."""
+        """Return the passage of each vector."""
         return self.keys_N[slots_M] // VIEW_BASE
 
     def drift(self, state: ShardChanges) -> FloatArray:
-        """Distance of each moved view from its stored vector, float64 [M]."""
+        """Return the distance of each moved view from its stored vector, float64 [M]."""
         stored_MD = self.vectors(state.moved_M, ShardChanges.none(state.moved_MD.shape[1]))
         return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
 
@@ -173,7 +174,8 @@ class StoredViews:
         return EmbeddingBlock(block.ids, row_ptr, numbers_N[order], vectors_ND[order])
 
     def changes(self, state: ShardChanges, current: Sequence[EmbeddingBlock]) -> dict[str, Views]:
-        """Passages whose stored bytes differ at this state, with all their current views (`current` of the state)."""
+        """Return the passages whose stored bytes differ at this state, with all their current views (`current` of the
+        state)."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
         old, new = (views_by_id([views.gather(rows)]) for views in (self, StoredViews(current)))
         return {name: new[name] for name in old if not _same_bytes(old[name], new[name])}

@@ -70,7 +70,7 @@ class _SearchBatch:
             search.rows = slice(end - search.size, end)
 
     def joined_request(self) -> ScanRequest:
-        """One request with the queries of all searches."""
+        """Make one request with the queries of all searches."""
         requests = [search.request for search in self.searches]
         first = requests[0]
         texts = [text for request in requests if request.hybrid for text in request.hybrid.texts]
@@ -82,7 +82,8 @@ class _SearchBatch:
         self.partial.failures.extend(part.failures)
 
     def answer(self, search: _Search) -> ShardResults:
-        """The results of one search: all, or at its deadline those so far; the remaining shards then count as late."""
+        """Return the results of one search: all, or at its deadline those so far; the remaining shards then count as
+        late."""
         try:
             results, failures = self.future.result(search.deadline.left_s)
         except TimeoutError:
@@ -185,7 +186,7 @@ class DynamicBatcher:
 
 
 def _select_queries(result: ShardResult, rows: slice) -> ShardResult:
-    """A shard's result for one search; its `ids_R` may include rows of other searches."""
+    """Return a shard's result for one search; its `ids_R` may include rows of other searches."""
     hits = result.hits
     own = hits.rows_QK[rows], hits.scores_QK[rows], hits.views_QK[rows], hits.frontier_Q[rows]
     return result._replace(hits=ShardHits(*own), rescored_Q=result.rescored_Q[rows])

@@ -157,7 +157,7 @@ class Dispatcher:
         return Responses(running.answers, running.failures)
 
     def counts(self) -> FleetCounts:
-        """Counts of hedged and refused calls so far, and of waiting calls."""
+        """Return the counts of hedged and refused calls so far, and of waiting calls."""
         with self._lock:
             waiting = [replica.waiting for replicas in self.groups for replica in replicas]
             return FleetCounts(self.budget.hedges, self.hedge_wins, self.refused, sum(waiting), max(waiting, default=0))
@@ -241,12 +241,12 @@ class Dispatcher:
         return float("inf") if after_s is None else began_s + after_s
 
     def _least_loaded(self, group: int, others: Sequence[Replica] = ()) -> Replica | None:
-        """The available replica with the fewest waiting calls, except `others`."""
+        """Return the available replica with the fewest waiting calls, except `others`."""
         replicas = [one for one in self.groups[group] if one not in others and self._is_available(group, one)]
         return min(replicas, key=lambda replica: (replica.waiting, replica.last_call), default=None)
 
     def _is_available(self, group: int, replica: Replica) -> bool:
-        """Whether a replica may be called: one that was down, if it has answered its `open_ref`."""
+        """Return whether a replica may be called: one that was down, if it has answered its `open_ref`."""
         if not replica.state:
             return True
         ready, _ = ray.wait([replica.open_ref], timeout=0)

@@ -76,7 +76,7 @@ class RemoteSearchers:
         return [actor for actors in self.groups for actor in actors]
 
     def assign(self, manifest: Manifest) -> list[ShardAssignment]:
-        """The shards of a version that each group holds."""
+        """Return the shards of a version that each group holds."""
         if manifest.version not in self.assignments:
             group_of = {
                 entry.digest: group
@@ -125,7 +125,7 @@ class RemoteSearchers:
         self.dispatcher.close()
 
     def _pending_drops(self, timeout_s: float) -> list[Any]:
-        """The drops that searchers have not completed by then; their bytes count as held until completion."""
+        """Return the drops that searchers have not completed by then; their bytes count as held until completion."""
         drops = list(self._drops)
         return ray.wait(drops, num_returns=len(drops), timeout=timeout_s)[1] if drops else []
 
@@ -153,7 +153,7 @@ class RemoteSearchers:
             self.dispatcher.mark_up(replica)
 
     def _actor_assignments(self, version: int) -> list[tuple[Any, ShardAssignment]]:
-        """Each actor with its shards of a version."""
+        """Return each actor with its shards of a version."""
         return [(actor, own) for own, actors in zip(self.assignments[version], self.groups) for actor in actors]
 
     def _open(self, version: int, max_task_retries: int) -> list[str]:
@@ -202,7 +202,7 @@ class RemoteSearchers:
         return ViewResults({name: one for part in parts for name, one in part.views.items()}, failures)
 
     def _by_group(self, version: int, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """These shards of a version by the group that holds them."""
+        """Return these shards of a version by the group that holds them."""
         shard_set, assignments = set(shards), self.assignments[version]
         by_group = {group: tuple(s for s in own if s in shard_set) for group, (_, own) in enumerate(assignments)}
         return {group: own for group, own in by_group.items() if own}
@@ -217,7 +217,7 @@ class RemoteSearchers:
         admit: bool = False,
         on_partial: Callable[[Any], None] | None = None,
     ) -> tuple[list[Any], list[ShardFailure]]:
-        """The decoded answers of the groups, and the failures of shards."""
+        """Return the decoded answers of the groups, and the failures of shards."""
         on_message = (lambda message: on_partial(decode(message))) if on_partial else None
         answers, states = self.dispatcher.gather(method, messages, deadline, admit=admit, on_partial=on_message)
         parts = [decode(answers[group]) for group in sorted(answers)]

@@ -30,7 +30,7 @@ class LastHeartbeat(NamedTuple):
     at_s: float
 
     def after(self, heartbeat: Heartbeat | None, now_s: float) -> "LastHeartbeat":
-        """This one, or the new heartbeat if it shows progress. None: the searcher did not answer."""
+        """Return this one, or the new heartbeat if it shows progress. None: the searcher did not answer."""
         if heartbeat is None or (heartbeat == self.heartbeat and not heartbeat.is_opening):
             return self
         return LastHeartbeat(heartbeat, now_s)
@@ -78,7 +78,7 @@ class HealthMonitor:
 
 
 def _get_heartbeat(ref: Any) -> Heartbeat | None:
-    """A heartbeat; None if it did not arrive in time. Raises RayActorError if the searcher is dead."""
+    """Return a heartbeat; None if it did not arrive in time. Raises RayActorError if the searcher is dead."""
     with suppress(RayTaskError):
         return ray.get(ref) if ray.wait([ref], timeout=0)[0] else None
     return None

@@ -29,7 +29,7 @@ class Latencies:
         self._seconds.append(seconds)
 
     def hedge_after_s(self) -> float | None:
-        """The delay before a call to another replica; None after too few calls."""
+        """Return the delay before a call to another replica; None after too few calls."""
         if len(self._seconds) < MIN_CALLS:
             return None
         return max(float(np.quantile(list(self._seconds), QUANTILE, method="higher")), MIN_DELAY_S)

@@ -51,7 +51,7 @@ class VersionMasks:
         return Corpus.open(Store(self._store), self._manifest.corpus, self._manifest.corpus_digest)
 
     def mask(self, shard: int, ids: pa.Array, filter: str) -> Mask:
-        """For each passage of a shard, whether it passes the filter (its JSON) [P]. `ids` are the shard's.
+        """Return whether each passage of a shard passes the filter (its JSON) [P]. `ids` are the shard's.
 
         Raises FilterError, and StorageError or MissingInputError if the version's corpus is damaged or missing.
         """
@@ -93,7 +93,8 @@ def _size(mask_P: Mask) -> int:
 
 
 def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | slice:
-    """The rows of a shard's passages among those of its parts; all, if they are the same ones in the same order."""
+    """Return the rows of a shard's passages among those of its parts; all, if they are the same ones in the same
+    order."""
     if corpus_ids.equals(pa.chunked_array([ids])):
         return slice(None)
     rows = pc.index_in(ids, value_set=corpus_ids)

@@ -55,7 +55,7 @@ def require_memory(
 
 
 def free_bytes() -> int:
-    """Memory available to this process: the machine's, or less under the limit of a container."""
+    """Return the memory available to this process: the machine's, or less under the limit of a container."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _MEMINFO.is_file():
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
@@ -69,7 +69,7 @@ def node_name() -> str:
 
 
 def _cached_bytes() -> int:
-    """Bytes of file pages that the kernel can reclaim."""
+    """Return the bytes of file pages that the kernel can reclaim."""
     path = _CGROUP / "memory.stat"
     if not path.is_file():
         return 0
@@ -78,6 +78,6 @@ def _cached_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if the file is missing or says "max" (no limit)."""
+    """Read the number in a file; None if the file is missing or says "max" (no limit)."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None

@@ -17,7 +17,7 @@ from mvr_ray.types import Hit, IntArray
 
 
 def shard_starts(entries: Sequence[ShardEntry]) -> dict[int, int]:
-    """The number of each shard's first passage when the passages of all shards are numbered consecutively."""
+    """Return the number of each shard's first passage when the passages of all shards are numbered consecutively."""
     ends = accumulate(entry.num_passages for entry in entries)
     return {entry.shard: end - entry.num_passages for entry, end in zip(entries, ends)}
 
@@ -26,7 +26,7 @@ class MergedResults:
     """The best k passages over some shards of one version."""
 
     def __init__(self, results: Iterable[ShardResult], start_of: Mapping[int, int], k: int) -> None:
-        """`start_of`: from `shard_starts`. Raises ShardIndexError for k below 1."""
+        """`start_of` comes from `shard_starts`. Raises ShardIndexError for k below 1."""
         self._results = sorted(results, key=lambda result: (start_of[result.shard], result.shard))
         self._starts = [start_of[result.shard] for result in self._results]
         numbers = (result.rows_R + start for result, start in zip(self._results, self._starts))
@@ -36,13 +36,13 @@ class MergedResults:
         self._merged = merge(self._lists, k, self._ids_of)
 
     def uncertain_queries(self) -> dict[int, IntArray]:
-        """By shard, the queries (ascending positions) for which an exact shard must return k rows; empty: the hits are
-        exact."""
+        """Return, by shard, the queries (ascending positions) for which an exact shard must return k rows; empty: the
+        hits are exact."""
         queries_S = uncertain_queries(self._lists, self._merged, self._ids_of)
         return {result.shard: queries for result, queries in zip(self._results, queries_S) if len(queries)}
 
     def hits(self) -> list[list[Hit]]:
-        """The hits of every query, best first."""
+        """Return the hits of every query, best first."""
         passage_QK, score_QK, view_QK, _ = self._merged
         passages = passage_QK[passage_QK >= 0]
         numbers = np.searchsorted(self._starts, passages, side="right") - 1
@@ -57,7 +57,7 @@ class MergedResults:
 
 
 def overlay_results(first: ShardResult, second: ShardResult, queries: IntArray) -> ShardResult:
-    """A shard's first result, with the second one's lists for the queries (positions) of the second round."""
+    """Return a shard's first result, with the second one's lists for the queries (positions) of the second round."""
     rescored_Q = np.array(first.rescored_Q)
     rescored_Q[queries] += second.rescored_Q
     rows_R, first_R = np.unique(np.concatenate([first.rows_R, second.rows_R]), return_index=True)

@@ -70,27 +70,27 @@ class ViewResults(NamedTuple):
 
 
 def encode_scan(request: ScanRequest) -> pa.Buffer:
-    """The request as one message."""
+    """Encode the request as one message."""
     queries_QD, *settings = request
     return _encode(settings, [np.asarray(queries_QD, np.float32)])
 
 
 def decode_scan(message: pa.Buffer) -> ScanRequest:
-    """The request in a message."""
+    """Decode the request in a message."""
     (k, shards, version, filter, hybrid), (queries_QD,) = _decode(message)
     words = HybridQueries(tuple(hybrid[0]), hybrid[1]) if hybrid else None
     return ScanRequest(queries_QD, k, tuple(shards), version, filter, words)
 
 
 def encode_results(answer: ShardResults) -> pa.Buffer:
-    """Results as one message."""
+    """Encode results as one message."""
     results, failures = answer
     fields = zip(*((*one.hits, one.rescored_Q, one.rows_R, *_flatten(one.ids_R)) for one in results))
     return _encode([[one.shard for one in results], failures], [*chain.from_iterable(fields)])
 
 
 def decode_results(message: pa.Buffer) -> ShardResults:
-    """The results in a message; arrays are views of it."""
+    """Decode the results in a message; arrays are views of it."""
     (shards, failures), arrays = _decode(message)
     results = []
     for place, shard in enumerate(shards):
@@ -101,36 +101,37 @@ def decode_results(message: pa.Buffer) -> ShardResults:
 
 
 def encode_views_request(ids: Mapping[int, Sequence[str]], version: int) -> pa.Buffer:
-    """A request for the stored views of these passages of a version, by the shard that holds them, as one message."""
+    """Encode a request for the stored views of these passages of a version, by the shard that holds them, as one
+    message."""
     return frame([list(ids.items()), version])
 
 
 def decode_views_request(message: pa.Buffer) -> tuple[dict[int, list[str]], int]:
-    """The passages by shard, and the version, of the request in a message."""
+    """Decode the passages by shard, and the version, of the request in a message."""
     (ids, version), _ = split_frame(message)
     return dict(ids), version
 
 
 def encode_views(answer: ViewResults) -> pa.Buffer:
-    """Stored views as one message."""
+    """Encode stored views as one message."""
     return _encode([list(answer.views), answer.failures], [*chain.from_iterable(answer.views.values())])
 
 
 def decode_views(message: pa.Buffer) -> ViewResults:
-    """The stored views in a message."""
+    """Decode the stored views in a message."""
     (names, failures), arrays = _decode(message)
     return ViewResults(dict(zip(names, map(Views, arrays[::2], arrays[1::2]))), _failures(failures))
 
 
 def frame(header: Any, *parts: pa.Buffer | bytes | memoryview) -> pa.Buffer:
-    """The length of a header, the header in JSON, and the bytes after it."""
+    """Join the length of a header, the header in JSON, and the bytes after it."""
     line = json.dumps(header).encode()
     head = len(line).to_bytes(_LENGTH_BYTES, "little") + line
     return pa.py_buffer(b"".join((head, bytes(-len(head) % _ALIGNMENT), *parts)))
 
 
 def split_frame(message: pa.Buffer) -> tuple[Any, pa.Buffer]:
-    """The header of a frame, and the bytes after it."""
+    """Return the header of a frame, and the bytes after it."""
     view = memoryview(message)
     end = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
     return json.loads(bytes(view[_LENGTH_BYTES:end])), message.slice(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -142,7 +143,7 @@ def _encode(settings: Any, arrays: Sequence[np.ndarray]) -> pa.Buffer:
 
 
 def _decode(message: pa.Buffer) -> tuple[Any, list[np.ndarray]]:
-    """The settings in a message, and its arrays, which are views of it."""
+    """Decode the settings in a message, and its arrays, which are views of it."""
     (settings, types), body = split_frame(message)
     arrays, start = [], 0
     for name, shape in types:
@@ -153,7 +154,7 @@ def _decode(message: pa.Buffer) -> tuple[Any, list[np.ndarray]]:
 
 
 def _flatten(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-    """The end of each text in the bytes of all of them, after a 0, and these bytes."""
+    """Return the end of each text in the bytes of all of them, after a 0, and these bytes."""
     _, ends, characters = texts.buffers()
     ends = np.frombuffer(ends, np.int32)[texts.offset : texts.offset + len(texts) + 1]
     return ends - ends[0], np.frombuffer(characters or b"", np.uint8)[ends[0] : ends[-1]]

@@ -78,7 +78,7 @@ class SearcherActor(ShardSearcher):
         return ray.get_runtime_context().get_node_id()
 
     def endpoint(self) -> SearcherAddress:
-        """The address of the server, which the first call starts."""
+        """Return the address of the server, which the first call starts."""
         if self._server is None:
             node = next(node for node in ray.nodes() if node["NodeID"] == self.node())
             host = "127.0.0.1" if session.PRIVATE_LABEL in node["Labels"] else node["NodeManagerAddress"]
@@ -118,7 +118,7 @@ class SearcherActor(ShardSearcher):
 
 
 def node_capacities(cpus: float, gpus: float) -> dict[str, NodeCapacity]:
-    """The capacities of the live nodes that can run a searcher with so many CPUs and GPUs, by id."""
+    """Return the capacities of the live nodes that can run a searcher with so many CPUs and GPUs, by id."""
     capacities = {}
     for node in ray.nodes():
         resources = node["Resources"]
@@ -137,8 +137,8 @@ def assign_nodes(
     replicas: int,
     before: Mapping[int, tuple[str, ...]] | None = None,
 ) -> rendezvous.Placement:
-    """Group -> the nodes of its replicas, in order of preference; fewer if a node's capacity is used up, or if there
-    are fewer nodes.
+    """Return the nodes of each group's replicas, in order of preference; fewer if a node's capacity is used up, or if
+    there are fewer nodes.
     """
     if not node_capacities:
         return dict.fromkeys(group_bytes, ())
@@ -195,7 +195,7 @@ class Rebalancer:
     """Moves searchers to the nodes that their groups prefer. Not safe to use from several threads."""
 
     def __init__(self, searchers: RemoteSearchers, task: SearcherTask, resources: ResourcesConfig) -> None:
-        """`task`: for new searchers."""
+        """`task` is that of new searchers."""
         self.searchers = searchers
         self.task = task
         self.resources = resources
@@ -225,7 +225,7 @@ class Rebalancer:
         return moves
 
     def _searcher_nodes(self) -> dict[int, list[str]] | None:
-        """The node of each searcher, by group; None if one does not answer (it is restarting)."""
+        """Return the node of each searcher, by group; None if one does not answer (it is restarting)."""
         groups = [
             [actor.node.options(concurrency_group="health").remote() for actor in actors]
             for actors in self.searchers.groups
@@ -236,7 +236,7 @@ class Rebalancer:
             return None
 
     def _bytes(self) -> dict[int, int]:
-        """The bytes that each group holds of all open versions, plus one."""
+        """Return the bytes that each group holds of all open versions, plus one."""
         total: Counter[int] = Counter(dict.fromkeys(range(len(self.searchers.groups)), 1))
         for assignments in list(self.searchers.assignments.values()):
             for group, (manifest, shards) in enumerate(assignments):

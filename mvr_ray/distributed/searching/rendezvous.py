@@ -87,14 +87,14 @@ def place(
 def bounds(
     shard_bytes: Mapping[int, int], weights: Mapping[str, float], replicas: int, slack: float = SLACK
 ) -> dict[str, float]:
-    """The maximum bytes of each holder."""
+    """Return the maximum bytes of each holder."""
     largest = max(shard_bytes.values(), default=0)
     shares = fair_shares(sum(shard_bytes.values()), weights, replicas)
     return {holder: (1 + slack) * share + largest for holder, share in shares.items()}
 
 
 def fair_shares(total: int, weights: Mapping[str, float], replicas: int) -> dict[str, float]:
-    """Bytes in proportion to weight, at most those of all shards once; the other holders share the rest."""
+    """Return bytes in proportion to weight, at most those of all shards once; the other holders share the rest."""
     shares: dict[str, float] = {}
     open_weight, copies = math.fsum(weights.values()), float(min(replicas, len(weights)))
     for holder in sorted(weights, key=lambda holder: (-weights[holder], holder)):
@@ -105,14 +105,15 @@ def fair_shares(total: int, weights: Mapping[str, float], replicas: int) -> dict
 
 
 def preference(shard: int, holder: str, weight: float) -> float:
-    """A shard's preference for a holder; `holder` has the largest one with probability w / W."""
+    """Return a shard's preference for a holder; `holder` has the largest one with probability w / W."""
     digest = hashlib.blake2b(f"{shard} {holder}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
     return weight / -math.log(uniform) if uniform < 1 else math.inf
 
 
 def moves(before: Mapping[int, tuple[str, ...]], after: Mapping[int, tuple[str, ...]]) -> list[Move]:
-    """The copies to load to get from one placement to another, by shard; each new copy is paired with an old one."""
+    """Return the copies to load to get from one placement to another, by shard; each new copy is paired with an old
+    one."""
     moves: list[Move] = []
     for shard in sorted(after):
         old = [holder for holder in before.get(shard, ()) if holder not in after[shard]]
@@ -124,8 +125,8 @@ def moves(before: Mapping[int, tuple[str, ...]], after: Mapping[int, tuple[str, 
 def balance_shards(
     sizes: Mapping[int, int], groups: int, holders: Mapping[int, int] | None = None
 ) -> list[tuple[int, ...]]:
-    """The shards of each group: those of `holders` (shard -> group) stay, the others go, largest first, to the lightest
-    group. No group stays empty if there are enough shards."""
+    """Return the shards of each group: those of `holders` (shard -> group) stay, the others go, largest first, to the
+    lightest group. No group stays empty if there are enough shards."""
     group_of, loads = dict(holders or {}), [0] * groups
     for shard, group in group_of.items():
         loads[group] += sizes[shard] + 1

@@ -29,7 +29,7 @@ class Scrubber:
     """Verifies the open shards of one searcher. Not safe to use from several threads."""
 
     def __init__(self, searcher: ShardSearcher, bytes_s: int) -> None:
-        """`bytes_s`: bytes to read each second; 0: none."""
+        """`bytes_s` is the number of bytes to read each second; 0 reads none."""
         self.searcher = searcher
         self.bytes_s = bytes_s
         self._reading = _read_all(searcher)

@@ -100,7 +100,7 @@ class OpenShard(NamedTuple):
     index: ShardIndex | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
-        """The same shard with a flat index, which scans every view."""
+        """Return the same shard with a flat index, which scans every view."""
         if self.index is None or self.index.exact:
             return self
         blocks, rows = self.embedded.stored_blocks()
@@ -192,12 +192,12 @@ class ShardSearcher:
             self._damaged = {key: reason for key, reason in list(self._damaged.items()) if key in keys}
 
     def health(self) -> list[str]:
-        """Digests of the shards that are open now; also answers during a search."""
+        """Return the digests of the shards that are open now; also answers during a search."""
         open_parts = list(self._parts.items())
         return sorted({key.partition(" ")[0] for key, part in open_parts if isinstance(part.value, OpenShard)})
 
     def open_files(self) -> dict[Key, tuple[OpenFile, ...]]:
-        """The open files of each part."""
+        """Return the open files of each part."""
         return {key: part.files for key, part in list(self._parts.items())}
 
     def damaged_keys(self) -> list[Key]:
@@ -229,7 +229,7 @@ class ShardSearcher:
         return Heartbeat(self.instance_id, self._num_finished, self._open_lock.locked())
 
     def memory(self) -> MemoryUsage:
-        """The bytes held here, and those free on this machine."""
+        """Return the bytes held here, and those free on this machine."""
         held_bytes = {key: sum(file.entry.num_bytes for file in files) for key, files in self.open_files().items()}
         return MemoryUsage(node_name(), free_bytes(), held_bytes)
 
@@ -269,7 +269,8 @@ class ShardSearcher:
         return results
 
     def views(self, ids: Mapping[int, Sequence[str]], version: int, call: str = "") -> ViewResults:
-        """The stored views of the passages with these ids (by shard); those that a shard does not hold are absent."""
+        """Return the stored views of the passages with these ids (by shard); those that a shard does not hold are
+        absent."""
         answer = ViewResults({}, [])
         if self._is_cancelled(call):
             return answer
@@ -349,7 +350,8 @@ class ShardSearcher:
         return postings, statistics
 
     def _get(self, version: _Version, part: Part, call: str) -> Any:
-        """The value of a part, which this call opens if necessary. Raises _DamagedError if its files are damaged."""
+        """Return the value of a part, which this call opens if necessary. Raises _DamagedError if its files are
+        damaged."""
         if open_part := self._parts.get(part.key):
             return open_part.value
         reason = self._damaged.get(part.key)
@@ -430,7 +432,7 @@ class Fleet(Protocol):
         ...
 
     def views(self, ids: Mapping[int, Sequence[str]], version: int, deadline: Deadline) -> ViewResults:
-        """Stored views of passages of a version, by the shard that holds them."""
+        """Return the stored views of passages of a version, by the shard that holds them."""
         ...
 
 
@@ -488,7 +490,8 @@ def version_name(manifest: Manifest) -> str:
 
 
 def shard_parts(manifest: Manifest) -> dict[int, list[Part]]:
-    """The parts of each shard of a version: its views, its words and the statistics of all words, if it has these.
+    """Return the parts of each shard of a version: its views, its words and the statistics of all words, if it has
+    these.
 
     The same files with other index parameters have another key.
     """
@@ -506,7 +509,7 @@ def shard_parts(manifest: Manifest) -> dict[int, list[Part]]:
 
 
 def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
-    """The bytes of these shards and their words in a searcher, by key."""
+    """Return the bytes of these shards and their words in a searcher, by key."""
     parts = shard_parts(manifest)
     return {part.key: part.num_bytes for shard in shards for part in parts[shard]}
 

@@ -154,7 +154,7 @@ class SearcherServer(flight.FlightServerBase):
     """Serves one searcher's methods over Flight, each call in a gRPC thread."""
 
     def __init__(self, handle: Handle, host: str, tls: TlsFiles | None = None) -> None:
-        """Without `tls`: no encryption."""
+        """Without `tls` nothing is encrypted."""
         token, authority, scheme, options = secrets.token_urlsafe(32), b"", "grpc", {}
         if tls:
             scheme, authority, options = "grpc+tls", tls.authority, {"tls_certificates": [(tls.certificate, tls.key)]}
@@ -352,7 +352,7 @@ class Connection:
             self._closes_idle = False
 
     def _usable_client(self) -> tuple[flight.FlightClient, str] | None:
-        """The connection; if there is none, start connecting in a thread and return None."""
+        """Return the connection; if there is none, start connecting in a thread and return None."""
         with self._lock:
             idle = self._client is None and not self._connecting and time.monotonic() >= self._not_before_s
             self._connecting = self._connecting or idle
@@ -393,7 +393,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
         self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: dict[str, list[Any]]) -> None:
-        """Raises FlightUnauthenticatedError."""
+        """Refuse a call without the token, by FlightUnauthenticatedError."""
         values = [one.encode() if isinstance(one, str) else one for one in headers.get("authorization", [])]
         if len(values) != 1 or not hmac.compare_digest(values[0], self._expected):
             log.warning("call refused: no valid token")
@@ -401,12 +401,12 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
 
 
 def _copy_of(buffer: pa.Buffer) -> pa.Buffer:
-    """A copy at the start of an allocation: gRPC's own is a part of one, where arrays would not be aligned."""
+    """Make a copy at the start of an allocation: gRPC's own is a part of one, where arrays would not be aligned."""
     return pa.py_buffer(buffer.to_pybytes())
 
 
 def _decode_error(name: str, message: str) -> BaseException:
-    """The MvrRayError that a searcher raised, else an error of Flight with its name."""
+    """Return the MvrRayError that a searcher raised, else an error of Flight with its name."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MvrRayError):
         return kind(message)

@@ -74,7 +74,8 @@ class VersionLoader:
             self._slots.release()
 
     def _start(self, manifest: Manifest) -> _Load:
-        """The running load, else a new one of this version. Raises StorageError for a version damaged a moment ago."""
+        """Return the running load, else a new one of this version. Raises StorageError for a version damaged a moment
+        ago."""
         with self._lock:
             if self._current is not None and not self._current.future.done():
                 return self._current
@@ -95,7 +96,7 @@ class VersionLoader:
 
 
 def _retry_later(manifest: Manifest, load: _Load, reason: str) -> OverloadedError:
-    """An error whose retry time is the load's duration so far."""
+    """Return an error whose retry time is the load's duration so far."""
     retry_s = min(max(1.0, time.monotonic() - load.began_s), MAX_RETRY_S)
     return OverloadedError(
         f"index {manifest.index!r} version {manifest.version} {reason}: version {load.version} is being opened "

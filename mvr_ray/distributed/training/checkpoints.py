@@ -90,7 +90,7 @@ class Checkpoints:
         self._digests: dict[str, str] = {}  # of files written by this object
 
     def latest_step(self) -> int:
-        """Step of the newest whole checkpoint, -1 when there is none.
+        """Return the step of the newest whole checkpoint, -1 when there is none.
 
         Raises FormatError for one of a newer program, StorageError where its record is damaged.
         """
@@ -153,7 +153,8 @@ class Checkpoints:
         self._delete_others(())
 
     def result(self) -> dict[str, Any]:
-        """The record of `finish`, empty before. Raises FormatError for a newer program's, StorageError for damage."""
+        """Return the record of `finish`, empty before. Raises FormatError for a newer program's, StorageError for
+        damage."""
         return self._read(FINISHED, {"fingerprint": str, "metrics": dict, "epochs": list})
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -175,11 +176,12 @@ class Checkpoints:
         return {field: fields[field] for field in types}
 
     def _latest(self) -> dict[str, Any]:
-        """`step` of the newest checkpoint and `files`, their digests, which older programs did not write."""
+        """Return `step` of the newest checkpoint and `files`, their digests, which older programs did not write."""
         return self._read(LATEST, {"step": int, "files": dict}, {"files": {}})
 
     def _local_file(self, name: str, file: str) -> Path:
-        """A local copy of a checkpoint's file. Raises StorageError where it is missing or differs from its digest."""
+        """Return a local copy of a checkpoint's file. Raises StorageError where it is missing or differs from its
+        digest."""
         path = f"{self.folder}/{name}/{file}"
         where = self._store.where(path)
         if not self._store.exists(path):  # a process that runs the same training may have deleted it

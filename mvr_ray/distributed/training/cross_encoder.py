@@ -58,7 +58,7 @@ class CrossEncoderLoop(TaskModelLoop):
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions whose own passage scores strictly above the others that are not theirs."""
+        """Return the share of dev questions whose own passage scores strictly above the others that are not theirs."""
         texts, passages, positive_Q, gold_QP = self.job.dev
         texts, own_Q1 = texts[:DEV_QUESTIONS], positive_Q[:DEV_QUESTIONS, None]
         rows_QC = (own_Q1 + np.arange(min(DEV_CANDIDATES, len(passages)))) % len(passages)

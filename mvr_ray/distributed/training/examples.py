@@ -199,7 +199,7 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
 
 
 def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
-    """Digests of the question sets of a training. Raises MissingInputError where one is missing."""
+    """Return the digests of the question sets of a training. Raises MissingInputError where one is missing."""
     names = (cfg.questions, cfg.hard_negatives, cfg.dev_questions)
     return [question_digest(corpus, name) if name else "" for name in names]
 

@@ -75,7 +75,7 @@ class ReaderLoop(TaskModelLoop):
         return span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
 
     def measure(self) -> tuple[float, float]:
-        """Exact match and F1, means over the dev questions, each read in its gold passage."""
+        """Return exact match and F1, means over the dev questions, each read in its gold passage."""
         dev, exact_matches, f1_scores = self.job.dev, [], []
         requests = [ReadRequest(question.text, [passage.text]) for question, passage in dev]
         for (question, passage), [span] in zip(dev, self.model.read(requests, self.job.run.read.tokens_per_batch)):

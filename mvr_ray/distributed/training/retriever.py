@@ -71,7 +71,7 @@ class EpochReport(NamedTuple):
 
 
 def warm_start_steps(run: RunConfig, model: DualEncoder) -> int:
-    """The steps of the warm start: as configured, else those of viewers that no training has seen."""
+    """Return the number of steps of the warm start: as configured, else those of viewers that no training has seen."""
     if run.train.warm_start_steps is not None:
         return run.train.warm_start_steps
     return WARM_START_STEPS if model.spec.reads_viewers and run.train.init_from is None else 0
@@ -110,7 +110,7 @@ def require_answers(cfg: TrainConfig, examples: Examples) -> None:
 
 
 def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
-    """The encoder before training: that of `train.init_from`, or one made from the backbone."""
+    """Return the encoder before training: that of `train.init_from`, or one made from the backbone."""
     start = run.train.init_from
     if start is None:
         return make_encoder(run, corpus.store, corpus)
@@ -225,7 +225,7 @@ class RetrieverLoop(StepLoop):
         return {**dict(zip(names, map(float, output.terms))), "temperature": tau}
 
     def _temperature(self, step: int) -> float:
-        """Temperature of a step: MVR eq. 8, or the fixed one."""
+        """Return the temperature of a step: MVR eq. 8, or the fixed one."""
         cfg = self.cfg
         if cfg.temperature is not None:
             return cfg.temperature
@@ -250,7 +250,7 @@ class RetrieverLoop(StepLoop):
         return lru_cache(MAX_CACHED)(lambda passage: model.view_spans(passage, max_tokens))
 
     def _answer_views(self, batch: JoinedBatch) -> np.ndarray:
-        """answers_QV: whether a view of the positive read an answer, by its offset, or also by its text."""
+        """Return answers_QV: whether a view of the positive read an answer, by its offset, or also by its text."""
         answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
         for row in np.unique(batch.positive_Q):
             passage = batch.passages[row]
@@ -275,7 +275,7 @@ class RetrieverLoop(StepLoop):
         sums.wins_V = [old + new for old, new in zip(sums.wins_V, wins_V.tolist())]
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions for which one of their own passages scores best."""
+        """Return the share of dev questions for which one of their own passages scores best."""
         dev = self.job.dev
         views = self._embed(dev.passages)
         scores_QPV = losses.pairwise_scores(*map(torch.from_numpy, (self.model.embed_queries(dev.texts), *views)))

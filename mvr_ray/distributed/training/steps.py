@@ -151,7 +151,7 @@ class StepLoop(ABC):
     """Names of the dev metrics, also fields of an epoch; the last one selects the best epoch."""
 
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device, warm: int = 0) -> None:
-        """`warm`: steps of the warm start."""
+        """`warm` is the number of steps of the warm start."""
         cfg = job.run.train
         epoch_steps = math.ceil(len(job.examples) / cfg.batch_questions)
         steps = epoch_steps * cfg.epochs
@@ -183,7 +183,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for AdamW."""
+        """Return the parameter groups for AdamW."""
 
     @abstractmethod
     def learn(self) -> dict[str, float]:
@@ -192,13 +192,13 @@ class StepLoop(ABC):
 
     @abstractmethod
     def measure(self) -> tuple[float, ...]:
-        """The dev metrics, on rank 0."""
+        """Return the dev metrics, on rank 0."""
 
     def new_sums(self) -> EpochSums:
         return EpochSums()
 
     def report(self, sums: EpochSums, **fields: Any) -> Any:
-        """The epoch's report, from the fields that every loop has."""
+        """Return the epoch's report, from the fields that every loop has."""
         return self.epoch(**fields)
 
     def run(self) -> TrainState:
@@ -259,7 +259,7 @@ class StepLoop(ABC):
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
     def batch(self) -> list[Example]:
-        """This step's examples of all ranks."""
+        """Return this step's examples of all ranks."""
         cfg, examples = self.cfg, self.job.examples
         step = self.state.step if self.warm else self.state.step - self.schedule.warm
         epoch, row = divmod(step, self.schedule.epoch_steps)
@@ -297,7 +297,8 @@ class StepLoop(ABC):
             self.checkpoints.save_weights(self.model, self.state.step, "best")
 
     def _out_of_patience(self) -> bool:
-        """Whether, at the end of an epoch, the newest `train.patience` dev accuracies on rank 0 are none better."""
+        """Return whether, at the end of an epoch, the newest `train.patience` dev accuracies on rank 0 are none
+        better."""
         if not self.cfg.patience or not self._epoch_ended():
             return False
         num_since = sum(epoch["step"] > self.state.best_step for epoch in self.state.epochs)
@@ -307,7 +308,7 @@ class StepLoop(ABC):
         return is_over
 
     def _from_rank_0(self, number: int) -> int:
-        """The number that rank 0 passes, on every rank."""
+        """Return the number that rank 0 passes, on every rank."""
         common = torch.tensor([number], device=self.device)
         if world_size() > 1:
             dist.broadcast(common, 0)
@@ -335,7 +336,7 @@ class StepLoop(ABC):
         return optimiser
 
     def _multiplies_bf16(self) -> bool:
-        """Whether the device of every rank multiplies in bf16."""
+        """Return whether the device of every rank multiplies in bf16."""
         all_multiply = torch.tensor([int(multiplies_bf16(self.device))], device=self.device)
         if world_size() > 1:
             dist.all_reduce(all_multiply, dist.ReduceOp.MIN)
@@ -403,7 +404,7 @@ class StepLoop(ABC):
             log.info("step=%d of=%d phase=%s loss=%.4f", step, total, "warm start" if warm else "train", loss)
 
     def _epoch_ended(self) -> bool:
-        """Whether the dev questions are scored here: `train.dev_steps` replaces the epoch of a report."""
+        """Return whether the dev questions are scored here: `train.dev_steps` replaces the epoch of a report."""
         num_steps, epoch_steps = self.state.step - self.schedule.warm, self.cfg.dev_steps or self.schedule.epoch_steps
         return self.state.step == self.schedule.total or (num_steps > 0 and num_steps % epoch_steps == 0)
 
@@ -423,20 +424,20 @@ class TaskModelLoop(StepLoop):
     @staticmethod
     @abstractmethod
     def spec(run: RunConfig) -> Any:
-        """The model's spec."""
+        """Return the model's spec."""
 
     @staticmethod
     @abstractmethod
     def open_data(corpus: Corpus, run: RunConfig) -> tuple[Any, Any]:
-        """The examples and the dev set."""
+        """Return the examples and the dev set."""
 
     @abstractmethod
     def units(self, examples: Sequence[Example]) -> Sequence[Any]:
-        """The units of a batch's examples."""
+        """Return the units of a batch's examples."""
 
     @abstractmethod
     def losses(self, units: Sequence[Any], number: int) -> Tensor:
-        """The loss of each unit of chunk `number`."""
+        """Return the loss of each unit of chunk `number`."""
 
     @classmethod
     def open_job(cls, run: RunConfig, corpus_digest: str | None = None) -> TrainingJob:
