@@ -1,4 +1,4 @@
-"""Multi-view passage retrieval: train, index, refine and search, on a laptop or on Ray.
+"""Retrieves passages by several views of each: train, index, refine and search, on a laptop or on Ray.
 
     from mvr_ray import Index
 

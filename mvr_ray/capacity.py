@@ -262,17 +262,18 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
 
 
 def _is_unpadded(run: RunConfig) -> bool:
-    """Whether encoders run without padding, in bf16 on a GPU, where flash attention stores no table of scores."""
+    """Return whether encoders run without padding, in bf16 on a GPU, where flash attention stores no table of
+    scores."""
     return run.resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
 
 
 def _weight_bytes(run: RunConfig, model: Backbone) -> int:
-    """Bytes of both towers in fp32."""
+    """Return the bytes of both towers in fp32."""
     return 4 * model.parameters * (1 if run.encoder.tied else 2)
 
 
 def _encode_bytes(run: RunConfig, model: Backbone) -> int:
-    """Bytes of an encoder's weights, and of one batch."""
+    """Return the bytes of an encoder's weights, and of one batch."""
     is_unpadded = _is_unpadded(run)
     length = 0 if is_unpadded else run.encoder.max_passage_tokens or model.max_tokens
     batch_bytes = 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
@@ -280,7 +281,8 @@ def _encode_bytes(run: RunConfig, model: Backbone) -> int:
 
 
 def _refined_shard_bytes(run: RunConfig, shard: ShardSizes) -> int:
-    """Bytes of one shard in a refiner: as stored, the moved or new views in fp32, and their blocks once more."""
+    """Return the bytes of one shard in a refiner: as stored, the moved or new views in fp32, and their blocks once
+    more."""
     adds_views = run.refine.method == "feedback_views"
     num_moving = shard.feedback_views if adds_views else shard.vectors
     block_share = touched_share(shard.passages, shard.feedback_views) if adds_views else 1.0
@@ -291,13 +293,13 @@ def _refined_shard_bytes(run: RunConfig, shard: ShardSizes) -> int:
 
 
 def touched_share(passages: int, changes: int) -> float:
-    """Expected share of a shard's blocks with at least one of `changes` randomly placed passages."""
+    """Return the expected share of a shard's blocks with at least one of `changes` randomly placed passages."""
     blocks = math.ceil(passages / BATCH_PASSAGES)
     return 1 - (1 - 1 / blocks) ** changes
 
 
 def corpus_size(run: RunConfig, passages: int = 0) -> int:
-    """Passages to plan for: `passages`, else the number that `prepare` counted."""
+    """Return the number of passages to plan for: `passages`, else the number that `prepare` counted."""
     if passages:
         return passages
     store = Store(run.store.path)
@@ -311,7 +313,7 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
 
 
 def passage_bytes(run: RunConfig) -> float:
-    """Mean bytes of a passage as `prepare` wrote it; 700 where there is no corpus yet, or no store."""
+    """Return the mean bytes of a passage as `prepare` wrote it; 700 where there is no corpus yet, or no store."""
     try:
         info = Corpus.open(Store(run.store.path), run.prepare.corpus).info
     except MissingInputError:
@@ -323,8 +325,8 @@ def passage_bytes(run: RunConfig) -> float:
 
 
 def most_feedback_views(run: RunConfig, passages: int) -> int:
-    """Maximum feedback views of a refined version: `feedback_clusters` a passage, and at most one for each positive
-    label, where those are the first hit of each question or its gold passages."""
+    """Return the maximum number of feedback views of a refined version: `feedback_clusters` a passage, and at most one
+    for each positive label, where those are the first hit of each question or its gold passages."""
     refine = run.refine
     if refine.method != "feedback_views" or (refine.questions is None and refine.feedback is None):
         return 0
@@ -370,14 +372,16 @@ def backbone_sizes(backbone: str) -> Backbone:
 
 
 def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int:
-    """Activations of one transformer layer over `tokens` padded tokens in texts of `length` tokens."""
+    """Return the bytes of the activations of one transformer layer over `tokens` padded tokens in texts of `length`
+    tokens."""
     each = model.hidden * (34 + 5 * model.heads * length / model.hidden)
     return math.ceil(tokens * each * (1 if half else 2))
 
 
 def train_activations(run: RunConfig, model: Backbone) -> int:
-    """Activations of one worker's share of a training step, all layers, or one layer with checkpointing; on a CPU in
-    fp32, as autocast leaves attention in it, with the gradients of one layer and three of the word embeddings."""
+    """Return the bytes of the activations of one worker's share of a training step, all layers, or one layer with
+    checkpointing; on a CPU in fp32, as autocast leaves attention in it, with the gradients of one layer and three of
+    the word embeddings."""
     length = run.train.max_passage_tokens or run.encoder.max_passage_tokens or model.max_tokens
     question_length = run.encoder.max_query_tokens or model.max_tokens
     questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
@@ -396,7 +400,7 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
 
 
 def index_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, on_gpu: bool = False) -> int:
-    """Bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
+    """Return the bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
     if index.kind == "flat":
         return vectors * (dimension + 8) if index.scan == "int8" else 0
     if index.kind == "hnsw":
@@ -405,8 +409,8 @@ def index_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, 
 
 
 def builder_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, on_gpu: bool = False) -> int:
-    """Memory that the builder of one shard's approximate index takes beside its process. Faiss holds the vectors that
-    train the index twice, before it adds any. A flat index is written as it is read: 0."""
+    """Return the memory that the builder of one shard's approximate index takes beside its process. Faiss holds the
+    vectors that train the index twice, before it adds any. A flat index is written as it is read: 0."""
     if index.kind == "flat":
         return 0
     num_bytes = index_bytes(index, vectors, dimension, on_gpu)
@@ -417,7 +421,8 @@ def builder_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int
 
 
 def links_bytes(m: int) -> int:
-    """Bytes of a node's 2 M links of 4 bytes in the lowest layer of an HNSW graph; upper layers add under 1/M of it."""
+    """Return the bytes of a node's 2 M links of 4 bytes in the lowest layer of an HNSW graph; upper layers add under
+    1/M of it."""
     return 2 * m * 4
 
 
@@ -431,7 +436,7 @@ _CODES = [
 
 
 def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
-    """Bytes of a Faiss index with this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
+    """Return the bytes of a Faiss index with this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
     width, each, fixed_bytes, has_storage, num_lists = dimension, 0.0, 0.0, False, 1
     for part in factory.replace("_HNSW", ",#HNSW").split(","):
         if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):

@@ -137,7 +137,7 @@ class HttpTransport:
     """Sends requests to a server over HTTP."""
 
     def __init__(self, address: str, token: str | None) -> None:
-        """Raises ConfigError for an invalid address or token."""
+        """Check the address and the token. Raises ConfigError for an invalid one."""
         if not _is_address(address):
             raise ConfigError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")

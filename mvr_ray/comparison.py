@@ -65,7 +65,8 @@ class Difference(NamedTuple):
 
 
 def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, seed: int = 0) -> Difference:
-    """`better` minus `than`, seed by seed. A system of one seed (or [Q]) is paired with every seed of the other."""
+    """Return `better` minus `than`, seed by seed. A system of one seed (or [Q]) is paired with every seed of the
+    other."""
     both = np.atleast_2d(better_SQ), np.atleast_2d(than_SQ)
     several = min(map(len, both)) > 1
     seeds = max(map(len, both))
@@ -229,7 +230,8 @@ def _known_cutoffs(ks: Sequence[int] | None, sides: tuple[str, str], both: list[
 
 
 def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:
-    """Position of every question in each ranking, by its id (else its text) and the occurrence of that name."""
+    """Return the position of every question in each ranking, by its id (else its text) and the occurrence of that
+    name."""
     for both_names in ([ranking.ids for ranking in both], [ranking.texts for ranking in both]):
         if all(name is not None for names in both_names for name in names):
             places: list[dict[tuple[str, int], int]] = [{}, {}]

@@ -12,7 +12,7 @@ class Deadline(NamedTuple):
 
     @classmethod
     def after(cls, timeout_s: float) -> "Deadline":
-        """A deadline `timeout_s` from now."""
+        """Return a deadline `timeout_s` from now."""
         return cls(time.monotonic(), timeout_s)
 
     @property
@@ -26,9 +26,9 @@ class Deadline(NamedTuple):
         return max(self.due_s - time.monotonic(), 0.0)
 
     def within(self, timeout_s: float | None) -> "Deadline":
-        """This deadline, or an earlier one `timeout_s` after the same start."""
+        """Return this deadline, or an earlier one `timeout_s` after the same start."""
         return self if timeout_s is None else self._replace(timeout_s=min(timeout_s, self.timeout_s))
 
     def share(self, share: float) -> "Deadline":
-        """A deadline at the end of this share of the remaining time."""
+        """Return a deadline at the end of this share of the remaining time."""
         return Deadline.after(share * self.left_s)

@@ -1,4 +1,4 @@
-"""Every error that a user of mvr_ray can meet.
+"""Defines every error that a user of mvr_ray can meet.
 
 MvrRayError
 ├── ConfigError          a run file or an override is wrong
@@ -172,13 +172,14 @@ def first_line(error: BaseException | None) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether a write failed for lack of space; libraries in Rust name the system's error only in their message."""
+    """Return whether a write failed for lack of space; libraries in Rust name the system's error only in their
+    message."""
     texts = [f"(os error {number})" for number in FULL_DISK]
     return getattr(error, "errno", None) in FULL_DISK or any(text in str(error) for text in texts)
 
 
 def count_noun(number: int, noun: str) -> str:
-    """`1 passage`, `2,000 passages`."""
+    """Format a count with its noun: `1 passage`, `2,000 passages`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -176,7 +176,7 @@ def _view(view: ExplainedView, winners: Sequence[Winner], bar: Callable[[float],
 
 
 def describe_view(view: ExplainedView) -> str:
-    """The view's snippet, or a description of what the view represents instead."""
+    """Return the view's snippet, or a description of what the view represents instead."""
     words = {
         "feedback": "feedback: questions that this passage answered",
         "passage": "the whole passage",

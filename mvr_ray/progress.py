@@ -72,7 +72,7 @@ class Reporter:
 
 
 def progress_line(what: str, count: int, total: int, rate: float) -> str:
-    """`encode: 1,024 of 4,096 (25 %), 31.5/s, 1 min 38 s left`"""
+    """Format a line such as `encode: 1,024 of 4,096 (25 %), 31.5/s, 1 min 38 s left`."""
     parts = [f"{what}: {count:,} of {total:,} ({100 * count // total} %)" if total else f"{what}: {count:,}"]
     if rate > 0:
         parts.append(_rate(rate))

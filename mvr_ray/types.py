@@ -1,4 +1,4 @@
-"""Value types that all packages share: plain, immutable, numpy only.
+"""Defines the value types that all packages share: plain, immutable, numpy only.
 
 Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
 """

@@ -1,4 +1,4 @@
-"""An index as one object: build, open, search, change, refine, measure and serve it.
+"""Defines an index as one object: build, open, search, change, refine, measure and serve it.
 
     index = Index.build(passages, model="all-MiniLM-L6-v2", path="wiki")
     index.search("When was the university founded?", k=5)

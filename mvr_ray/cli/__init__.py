@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+    """Run `mvr-ray`, or a script in jobs/, on the words of the command line; always end by SystemExit."""
     with exit_on_interrupt():
         from mvr_ray.cli.commands import run_words  # Ctrl-C may come while this is imported
 

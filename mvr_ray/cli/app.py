@@ -1,4 +1,4 @@
-"""The application of the command line: arguments that commands share, exit statuses, and how a command ends.
+"""Defines what commands share: the application, arguments, exit statuses, and how a command ends.
 
 Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted (Ctrl-C or SIGTERM).
 """

@@ -1,4 +1,4 @@
-"""The command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
+"""Runs the command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
 
 Every stage reads one run file, does its work, prints a table (or JSON) on stdout and stores config and report under
 <store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted (Ctrl-C or SIGTERM).

@@ -1,4 +1,4 @@
-"""Commands that run stages, and what surrounds them: a first run file, changes as they come, studies of many runs."""
+"""Defines the commands that run stages, make a first run file, follow changes, and run studies."""
 
 import shlex
 from collections.abc import Mapping

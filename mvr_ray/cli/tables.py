@@ -33,7 +33,7 @@ _ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}
 
 
 def size(num_bytes: float) -> str:
-    """`64.6 GB`: three digits and a decimal unit."""
+    """Format a number of bytes with three digits and a decimal unit: `64.6 GB`."""
     if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):

@@ -1,4 +1,4 @@
-"""Commands that read a version of an index, or act on versions: search, serve, list and roll back, export."""
+"""Defines the commands that read a version of an index, or act on versions: search, serve, roll back, export."""
 
 import json
 import shlex

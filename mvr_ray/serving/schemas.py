@@ -251,8 +251,8 @@ class PassageHit(BaseModel):
     """Of a hybrid search with `text`: the score of the view."""
 
     def row(self, **place: Any) -> dict[str, Any]:
-        """The hit as a flat row after its place. A field of the name of another column, such as `score`, is the column
-        `fields.score`."""
+        """Return the hit as a flat row after its place. A field of the name of another column, such as `score`, is the
+        column `fields.score`."""
         row = {**place, "id": self.id, "score": self.score, "title": self.title}
         row |= {"snippet": self.snippet and self.snippet.text, "text": self.text, "view": self.view}
         fields = self.fields or {}
@@ -443,7 +443,7 @@ class RequestError(Exception):
         return re.sub(r" \(serve\.\w+\)", "", f"{self.message}; {self.hint}")
 
     def body(self) -> bytes:
-        """JSON, escaped to ASCII: a message may quote half a surrogate pair."""
+        """Return JSON, escaped to ASCII: a message may quote half a surrogate pair."""
         detail = ErrorDetail(code=self.code, field=self.field, message=self.message, hint=self.hint)
         return json.dumps(ErrorResponse(error=detail).model_dump()).encode("ascii")
 

@@ -1,1 +1,1 @@
-"""Studies: a grid of variants over one corpus, each run once, and a report beside the figures of the papers."""
+"""Run a grid of variants over one corpus, each once, and report them beside the figures of the papers."""

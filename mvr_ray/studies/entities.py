@@ -234,7 +234,7 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
 
 
 def _continues_name(question: str, previous: "regex.Match[str]", word: "regex.Match[str]") -> bool:
-    """Whether only blanks separate two words, or the period of an abbreviation."""
+    """Return whether only blanks separate two words, or the period of an abbreviation."""
     between = question[previous.end() : word.start()]
     is_short = len(previous[0]) <= _LONGEST_ABBREVIATION or "." in previous[0]
     return bool(_BLANK.fullmatch(between) or (is_short and _PERIOD.fullmatch(between)))
