@@ -28,6 +28,11 @@ EXCEPTIONS = {
 SUBJECT_WITHOUT_VERB = re.compile(
     "(does|do|everything|from|how|in|nobody|nothing|of|something|what|when|where|whether|which|who|whose|why)\\b", re.I
 )
+NO_VERB = re.compile(
+    r"`|[^A-Z`]|(?!Warn of)\w+ of\b|[A-Z]\w*[^s\W]s\b|(A|An|All|Any|As|At|Both|By|Each|Entry|Every|For|From|How|In|No|"
+    r"One|Our|That|The|Up|What|When|Where|Whether|Which|Who|Whose|Why|With|Without)\b"
+)
+"""Begins a docstring that does not say what its function does: a noun, as in `Bytes of` and `Passages`, or a clause."""
 
 
 @functools.cache
@@ -90,21 +95,40 @@ def unclear_first_lines(folder: Path) -> Counter[str]:
     """Modules whose docstring does not begin with a whole sentence that says what the module does.
 
     A line that opens with a question word or with `From` ("What a server counts about itself") names a subject and has
-    no verb that says what is done with it. An empty module needs no docstring.
+    no verb that says what is done with it, nor has one of the package that opens with an article. An empty module needs
+    no docstring.
     """
     paths: Counter[str] = Counter()
     for path, tree in modules(folder):
         if tree.body:
             line = (ast.get_docstring(tree) or "").partition("\n")[0]
             whole = re.fullmatch(r"[A-Z0-9`].*[.:]", line) is not None
-            paths[path] += not whole or SUBJECT_WITHOUT_VERB.match(line) is not None
+            has_article = folder.name == "mvr_ray" and re.match(r"(An?|Every|The)\b", line) is not None
+            paths[path] += not whole or has_article or SUBJECT_WITHOUT_VERB.match(line) is not None
     return +paths
+
+
+def nouns_for_functions(folder: Path) -> Counter[str]:
+    """Functions of the package whose docstring begins without a verb ("The header of a frame").
+
+    Properties have values, which nouns describe; `__init__` describes its arguments. In tests and benchmarks, helpers
+    may describe their result.
+    """
+    names: Counter[str] = Counter()
+    for path, tree in modules(folder) if folder.name == "mvr_ray" else ():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
+                is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+                line = ast.get_docstring(node) or "Return nothing."
+                names[f"{path} {node.name}"] += not is_property and NO_VERB.match(line) is not None
+    return +names
 
 
 RULES = {
     "bare participles": bare_participles,
     "repeated classes": repeated_classes,
     "unclear first lines": unclear_first_lines,
+    "nouns for functions": nouns_for_functions,
 }
 
 
@@ -123,6 +147,10 @@ def test_the_rules_find_what_they_forbid_and_pass_what_they_allow() -> None:
         "class A:\n a: int = 1\n def b(c):\n  d = [e for e in c]\n  with c as f: (g := d)\n  return lambda h: h\ni = 2"
     )
     assert sorted([*defined_names(tree), *local_names(tree, is_function=False)]) == list("Abcdefgh")
+    for line in ("The header of a frame.", "Bytes of both towers.", "Passages to plan for.", "Whether it is.", "`k`"):
+        assert NO_VERB.match(line), line
+    for line in ("Return the header.", "Warn of a value.", "Pass all on.", "Number the rows.", "Leave `of` a view."):
+        assert not NO_VERB.match(line), line
 
 
 def glossary_terms() -> list[str]:
