@@ -447,7 +447,7 @@ class Corpus:
 
     def verify(self) -> "CorpusReport":
         """Compare every part and question set in the store with its digest."""
-        files: list[CorpusFile] = [*self.info.part_files]
+        files = list[CorpusFile](self.info.part_files)
         set_damage = []
         for name in question_sets(self):
             try:

@@ -90,7 +90,7 @@ def has_orphan(actor_class: str) -> bool:
 
 
 def serve_client() -> Any:
-    """Client of the Ray Serve that runs on this cluster, which has its options and applications; None without one."""
+    """Return the client of this cluster's Ray Serve, which has its options and applications; None without one."""
     from ray.serve.context import _get_global_client
 
     return _get_global_client(raise_if_no_controller_running=False)

@@ -59,8 +59,8 @@ class StagePool(ExitStack):
 
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
-    """The settings of a run as another process needs them: the store by its address, and no defaults, as some stages
-    ask what a run file sets."""
+    """Return the settings of a run as another process needs them: the store by its address, and no defaults, as some
+    stages ask what a run file sets."""
     resolved_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     return resolved_run.model_dump(mode="json", exclude_unset=True)
 
