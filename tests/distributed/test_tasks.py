@@ -1,5 +1,7 @@
 """Tests that waiting for tasks has a time limit: a hanging task is an error. Tests also what their workers import."""
 
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import ray.data
 
 from mvr_ray.api.rows import passage_records
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.cluster import tasks
+from mvr_ray.distributed.cluster import ray_data, stage_pool, tasks
 from mvr_ray.distributed.cluster.stage_pool import StagePool, enter_folder
 from mvr_ray.distributed.cluster.tasks import run_tasks, task_results
 from mvr_ray.distributed.indexing import build_index, carry_over, rewrite
@@ -113,6 +115,48 @@ def test_a_task_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(ra
     assert ends(tmp_path / "pid")
 
 
+class FastClock:
+    """A clock that goes 720 times as fast once a file is there: hours take ten seconds."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.start_s = file, math.inf
+
+    def monotonic(self) -> float:
+        now_s = time.monotonic()
+        if math.isinf(self.start_s) and self.file.is_file():
+            self.start_s = now_s
+        return now_s + 719 * max(now_s - self.start_s, 0)
+
+
+class StopsItself:
+    """A worker that finishes batches until the one of number 2."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if batch["item"][0] == 2:
+            stop_itself(self.file)
+        return batch
+
+
+@pytest.mark.ray
+@pytest.mark.chaos("encoder hangs", "an error within the bound, no process left")
+def test_a_worker_of_a_pool_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(
+    ray_session, tmp_path: Path, monkeypatch
+):
+    file = tmp_path / "pid"
+    monkeypatch.setattr(ray_data, "time", FastClock(file))
+    options: dict[str, Any] = {"batch_size": 1, "num_cpus": 0.5, "compute": ray.data.ActorPoolStrategy(size=1)}
+    pipeline = ray.data.range(3, override_num_blocks=3).rename_columns({"id": "item"})
+    pipeline = pipeline.map_batches(StopsItself, fn_constructor_args=[str(file)], **options)
+    results = []
+    with pytest.raises(ResourceError, match="encoding stopped: no worker finished a batch for 7200 s; see"):
+        results.extend(row["item"] for row in ray_data.stream_rows(pipeline, "encoding"))
+    assert len(results) == 2
+    assert ends(file)
+
+
 @pytest.mark.ray
 def test_after_an_error_of_one_task_no_other_runs_on(ray_session, tmp_path: Path):
     task = hanging_task(tmp_path / "pid")
@@ -145,6 +189,34 @@ def test_a_stage_in_a_task_has_the_folder_of_the_driver_and_what_its_run_file_se
     with StagePool(ray_session) as pool:
         pool.start("own", lambda run, progress: [str(Path.cwd()), *run.encoder.model_fields_set], run, no_progress)
         assert (pool.wait(), pool.report("own")) == ("own", [str(tmp_path), "num_views"])
+
+
+def wait_for_file(file: str) -> bool:
+    """Whether a file appears within two minutes."""
+    deadline = time.monotonic() + 120
+    while not Path(file).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return Path(file).exists()
+
+
+@pytest.mark.ray
+def test_a_stage_that_makes_no_step_is_named_in_the_log_again_and_again_and_is_not_ended(
+    ray_session, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(stage_pool, "HANG_S", 0.5)
+    messages = []
+
+    class EndsStage(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            if len(messages) == 3:
+                (tmp_path / "file").touch()
+
+    monkeypatch.setattr(stage_pool.log, "handlers", [EndsStage()])
+    with StagePool(ray_session) as pool:
+        pool.start("own", lambda run, progress: wait_for_file(str(tmp_path / "file")), RunConfig(), no_progress)
+        assert (pool.wait(), pool.report("own")) == ("own", True)
+    assert all("no step for 0.5 s, and is waited for: own; see what its workers do" in one for one in messages)
 
 
 def test_a_folder_that_a_machine_lacks_is_not_entered(tmp_path, monkeypatch):

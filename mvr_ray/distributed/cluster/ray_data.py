@@ -1,14 +1,17 @@
 """Run batches through a pool of workers: a Ray Data pipeline in a Ray session, else threads of this process.
 
-Rows of a pipeline are streamed, Ray Data's messages silenced, its errors translated.
+Rows of a pipeline are streamed, Ray Data's messages silenced, its errors translated; the wait for a row has a limit.
 """
 
 import json
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +21,9 @@ from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster.tasks import HANG_S
 from mvr_ray.distributed.result_store import Compute
+from mvr_ray.errors import ResourceError
 
 if TYPE_CHECKING:
     import ray.data
@@ -53,16 +58,44 @@ def pool_need(what: str, resources: ResourcesConfig) -> session.Need:
 
 
 def stream_rows(pipeline: "ray.data.Dataset", what: str) -> Iterator[dict[str, Any]]:
-    """Yield the pipeline's rows in the order of completion. `what` names the work in errors."""
+    """Yield the pipeline's rows in the order of completion. `what` names the work in errors.
+
+    Raises ResourceError if it has no further row for `HANG_S`, in which workers also start; they are then killed.
+    """
+    from mvr_ray.distributed.cluster.ray_internals import end_pipeline_when
+
+    wait = _Wait()
     pipeline.context.enable_progress_bars = False
     pipeline.context.raise_original_map_exception = True
+    end_pipeline_when(pipeline, wait.is_over)
     session.enter_until_left(_errors_not_logged())
 
     def rows() -> Generator[dict[str, Any]]:
         with translate_ray_errors(what):
-            yield from pipeline.iter_rows()
+            wait.start_s = time.monotonic()
+            for row in pipeline.iter_rows():
+                wait.start_s = math.inf
+                yield row
+                wait.start_s = time.monotonic()
+        if wait.is_hang:
+            raise ResourceError(
+                f"{what} stopped: no worker finished a batch for {HANG_S:g} s; see whether the cluster has resources "
+                f"for them and what hangs on its machines (py-spy dump), then run the same command again, it continues"
+            )
 
     return session.close_before_leaving(rows())
+
+
+@dataclass
+class _Wait:
+    """The wait of a reader for the next row; the time until it asks for one does not count."""
+
+    start_s: float = math.inf
+    is_hang: bool = False
+
+    def is_over(self) -> bool:
+        self.is_hang = self.is_hang or time.monotonic() - self.start_s >= HANG_S
+        return self.is_hang
 
 
 @contextmanager

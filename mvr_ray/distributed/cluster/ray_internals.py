@@ -6,15 +6,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.exceptions
 from ray._private import ray_constants, services, state, worker
 from ray._private.runtime_env import packaging
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
+
+if TYPE_CHECKING:
+    import ray.data
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,19 @@ def serve_client() -> Any:
     from ray.serve.context import _get_global_client
 
     return _get_global_client(raise_if_no_controller_running=False)
+
+
+def end_pipeline_when(pipeline: "ray.data.Dataset", condition: Callable[[], bool]) -> None:
+    """End a pipeline of Ray Data as if it had no more rows, and kill its actors and tasks, as soon as the condition
+    holds. Ray checks it some ten times a second in the thread that schedules the pipeline, and pickles it."""
+    from ray.data._internal.execution.execution_callback import ExecutionCallback
+
+    def end(_: ExecutionCallback, executor: Any) -> None:
+        if condition():  # the executor waits for its own thread, which this is
+            threading.Thread(target=executor.shutdown, args=(True,), name="mvr-end-pipeline", daemon=True).start()
+
+    callback = type("EndPipeline", (ExecutionCallback,), {"on_execution_step": end})
+    pipeline.context.custom_execution_callback_classes = [callback]
 
 
 def reread_authentication() -> None:
