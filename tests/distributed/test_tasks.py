@@ -150,10 +150,8 @@ def test_a_worker_of_a_pool_that_hangs_is_an_error_within_the_bound_and_leaves_n
     options: dict[str, Any] = {"batch_size": 1, "num_cpus": 0.5, "compute": ray.data.ActorPoolStrategy(size=1)}
     pipeline = ray.data.range(3, override_num_blocks=3).rename_columns({"id": "item"})
     pipeline = pipeline.map_batches(StopsItself, fn_constructor_args=[str(file)], **options)
-    results = []
     with pytest.raises(ResourceError, match="encoding stopped: no worker finished a batch for 7200 s; see"):
-        results.extend(row["item"] for row in ray_data.stream_rows(pipeline, "encoding"))
-    assert len(results) == 2
+        list(ray_data.stream_rows(pipeline, "encoding"))
     assert ends(file)
 
 
