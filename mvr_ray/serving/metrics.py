@@ -7,8 +7,9 @@ rate(sampled_recall) / rate(sampled_queries) the recall of an approximate index.
 passages that the version changed, are read when Prometheus scrapes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -54,11 +55,11 @@ class Metrics:
 
     def add_router(self, router: "HotSwapRouter") -> None:
         """Export the counts of this router, too."""
-        self.registry.register(_Searchers(router))
+        self.registry.register(_SeriesCollector(partial(_of_searchers, router)))
 
     def add_freshness(self, monitor: "FreshnessMonitor") -> None:
         """Export the age of the changes that answers do not include yet, too."""
-        self.registry.register(_Freshness(monitor))
+        self.registry.register(_SeriesCollector(partial(_of_changes, monitor)))
 
     def note_recall(self, recall: float) -> None:
         self.samples.inc()
@@ -85,58 +86,53 @@ class Metrics:
         self.version.labels(index).set(version)
 
     def text(self) -> bytes:
-        return generate_latest(_OfReplica(self.registry, self.replica) if self.replica else self.registry)
+        own = self.registry
+        return generate_latest(_SeriesCollector(partial(_of_replica, own, self.replica)) if self.replica else own)
 
 
 @dataclass(eq=False)
-class _OfReplica(Collector):
-    """The series of a registry, with a label more."""
+class _SeriesCollector(Collector):
+    """Series that a function yields when Prometheus scrapes."""
 
-    registry: CollectorRegistry
-    replica: str
+    series: Callable[[], Iterable[Metric]]
 
-    def collect(self) -> Iterator[Metric]:
-        for metric in self.registry.collect():
-            metric.samples = [one._replace(labels={**one.labels, "replica": self.replica}) for one in metric.samples]
-            yield metric
+    def collect(self) -> Iterable[Metric]:
+        return self.series()
 
 
-@dataclass(eq=False)
-class _Searchers(Collector):
-    """The counts of a router."""
-
-    router: "HotSwapRouter"
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self.router.searchers.counts()
-        for family, name, meaning, value in (
-            (CounterMetricFamily, "hedged_calls", "Calls made because another replica was slow.", counts.hedges),
-            (CounterMetricFamily, "hedge_wins", "Hedged calls that answered first.", counts.hedge_wins),
-            (CounterMetricFamily, "refused_searches", "Searches that a group's full queues refused.", counts.refused),
-            (GaugeMetricFamily, "calls_waiting", "Calls that wait or run at all searchers.", counts.waiting),
-            (GaugeMetricFamily, "most_calls_waiting", "Calls that wait or run at one searcher.", counts.most_waiting),
-        ):
-            yield family(f"mvr_ray_{name}", meaning, value=value)
-        dirty = GaugeMetricFamily("mvr_ray_dirty_share", "Passages that the live version changed.", labels=["index"])
-        if (dirty_share := self.router.manifest.dirty_share) is not None:
-            dirty.add_metric([self.router.index], dirty_share)
-        yield dirty
+def _of_replica(registry: CollectorRegistry, replica: str) -> Iterator[Metric]:
+    """Yield the series of a registry, with a label more."""
+    for metric in registry.collect():
+        metric.samples = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
+        yield metric
 
 
-@dataclass(eq=False)
-class _Freshness(Collector):
-    """Ages of changes, as of the scrape."""
+def _of_searchers(router: "HotSwapRouter") -> Iterator[Metric]:
+    """Yield the counts of a router."""
+    counts = router.searchers.counts()
+    for family, name, meaning, value in (
+        (CounterMetricFamily, "hedged_calls", "Calls made because another replica was slow.", counts.hedges),
+        (CounterMetricFamily, "hedge_wins", "Hedged calls that answered first.", counts.hedge_wins),
+        (CounterMetricFamily, "refused_searches", "Searches that a group's full queues refused.", counts.refused),
+        (GaugeMetricFamily, "calls_waiting", "Calls that wait or run at all searchers.", counts.waiting),
+        (GaugeMetricFamily, "most_calls_waiting", "Calls that wait or run at one searcher.", counts.most_waiting),
+    ):
+        yield family(f"mvr_ray_{name}", meaning, value=value)
+    dirty = GaugeMetricFamily("mvr_ray_dirty_share", "Passages that the live version changed.", labels=["index"])
+    if (dirty_share := router.manifest.dirty_share) is not None:
+        dirty.add_metric([router.index], dirty_share)
+    yield dirty
 
-    monitor: "FreshnessMonitor"
 
-    def collect(self) -> Iterator[Metric]:
-        freshness = self.monitor.measure()
-        for name, meaning, value in (
-            ("oldest_change_seconds", "Age of the oldest change that answers do not include yet.", "oldest_change_s"),
-            ("newest_passage_seconds", "Age of the newest change that answers include.", "newest_passage_s"),
-            ("waiting_change_files", "Change files that answers do not include yet.", "waiting_files"),
-        ):
-            gauge = GaugeMetricFamily(f"mvr_ray_{name}", meaning)
-            if freshness is not None:
-                gauge.add_metric([], getattr(freshness, value))
-            yield gauge
+def _of_changes(monitor: "FreshnessMonitor") -> Iterator[Metric]:
+    """Yield the ages of changes."""
+    freshness = monitor.measure()
+    for name, meaning, value in (
+        ("oldest_change_seconds", "Age of the oldest change that answers do not include yet.", "oldest_change_s"),
+        ("newest_passage_seconds", "Age of the newest change that answers include.", "newest_passage_s"),
+        ("waiting_change_files", "Change files that answers do not include yet.", "waiting_files"),
+    ):
+        gauge = GaugeMetricFamily(f"mvr_ray_{name}", meaning)
+        if freshness is not None:
+            gauge.add_metric([], getattr(freshness, value))
+        yield gauge
