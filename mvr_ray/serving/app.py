@@ -62,6 +62,7 @@ PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }

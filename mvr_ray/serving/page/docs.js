@@ -1,20 +1,6 @@
 // The page of the routes: shows this server's own openapi.json, and sends requests to it.
 "use strict";
 
-const byId = (id) => document.getElementById(id);
-
-function make(tag, settings = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(settings)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-function headers(body) {
-  const token = sessionStorage.getItem("token");
-  return { ...(token && { Authorization: `Bearer ${token}` }), ...(body && { "Content-Type": "application/json" }) };
-}
-
 const resolve = (schema, all) => (schema.$ref ? all[schema.$ref.split("/").pop()] : schema);
 
 // A type in words, such as "list of string or null".
@@ -78,26 +64,18 @@ async function begin() {
   const reply = await fetch("openapi.json", { headers: headers() }).catch(() => undefined);
   byId("key").hidden = reply?.status !== 401;
   if (!reply?.ok) {
-    byId("status").textContent = reply?.status === 401
-      ? "This server asks for a token." : "the server does not answer; see whether it runs";
+    say(reply?.status === 401 ? "This server asks for a token." : "the server does not answer; see whether it runs");
     return;
   }
   const openapi = await reply.json(), all = openapi.components.schemas;
   const routes = Object.entries(openapi.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) => route(method.toUpperCase(), path, operation, all)));
-  byId("status").textContent = `${openapi.info.description} Version ${openapi.info.version}.`;
+  say(`${openapi.info.description} Version ${openapi.info.version}.`);
   byId("routes").replaceChildren(...routes);
 }
 
 byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
-  const token = byId("token").value.trim();
-  byId("token").value = "";
-  if (!/^[\x21-\x7e]+$/.test(token)) {  // a header holds no other characters
-    byId("status").textContent = "A token is one word of ASCII characters; type it as the server has it.";
-    return;
-  }
-  sessionStorage.setItem("token", token);
-  begin();
+  if (storeToken()) begin();
 });
 begin();

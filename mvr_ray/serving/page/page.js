@@ -2,22 +2,6 @@
 "use strict";
 
 const POLL_MS = 15000;
-const byId = (id) => document.getElementById(id);
-
-function make(tag, settings = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(settings)) {
-    if (name === "class") element.className = value;
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-function say(text, refused = false) {
-  byId("status").textContent = text;
-  byId("status").classList.toggle("refused", refused);
-}
 
 class RequestError extends Error {
   constructor(status, error) {
@@ -26,33 +10,11 @@ class RequestError extends Error {
   }
 }
 
-function askForToken() {
-  byId("key").hidden = false;
-  byId("token").focus();
-}
-
-// A header holds no other characters: fetch would fail as if the server did not answer.
-function storeToken() {
-  const token = byId("token").value.trim();
-  byId("token").value = "";
-  if (!/^[\x21-\x7e]+$/.test(token)) {
-    askForToken();
-    say("a token is one word of ASCII characters; type it as the server has it", true);
-    return false;
-  }
-  sessionStorage.setItem("token", token);
-  byId("key").hidden = true;
-  return true;
-}
-
 async function request(path, body) {
-  const headers = {};
-  const token = sessionStorage.getItem("token");
-  if (token) headers["Authorization"] = `Bearer ${token}`;
-  if (body) headers["Content-Type"] = "application/json";
   let reply;
   try {
-    reply = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body) });
+    const method = body ? "POST" : "GET";
+    reply = await fetch(path, { method, headers: headers(body), body: body && JSON.stringify(body) });
   } catch {
     throw new RequestError(0, { message: "the server does not answer", hint: "see whether it runs" });
   }
