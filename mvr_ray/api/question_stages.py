@@ -143,17 +143,7 @@ def retrieve(
     progress: Progress,
 ) -> "list[RankedQuestion]":
     """Rank passages of the live version for questions, as `Index.retrieve` says."""
-    from mvr_ray.core.judging.answers import refuse_empty_answers
-    from mvr_ray.distributed.result_store import ResultStore
-    from mvr_ray.distributed.retrieve import (
-        QuestionSet,
-        RankSettings,
-        checked_filter,
-        question_set,
-        rank_questions,
-        warn_of_plain_queries,
-    )
-    from mvr_ray.distributed.router import open_router
+    from mvr_ray.distributed.retrieve import QuestionSet, checked_filter, open_ranking, question_set
 
     store = Store(run.store.path)
     live = manifests.read(store, run.index.name)
@@ -164,21 +154,8 @@ def retrieve(
     else:
         question_batch = QuestionSet("retrieve", _with_chunks(run, corpus, own, "retrieve"))
     run = with_settings(run, retrieve={} if k is None else {"k": k}, search=_weight(hybrid))
-    settings = RankSettings(
-        run.retrieve.k,
-        run.evaluate.match,
-        texts=True,
-        snippets=True,
-        refined_queries=run.retrieve.refined_queries,
-        filter=checked_filter(run, corpus, filter),
-        hybrid=run.search.hybrid,
-    )
-    if run.retrieve.strict_answers:
-        refuse_empty_answers(question_batch.questions, run.evaluate.match)
-    if settings.refined_queries:
-        warn_of_plain_queries(live, [question_batch.name])
-    with open_router(run, live.version) as router, ResultStore(store, live.index) as result_store:
-        return list(rank_questions(run, router, [question_batch], settings, progress, result_store=result_store))
+    with open_ranking(run, live, question_batch, checked_filter(run, corpus, filter), progress) as results:
+        return list(results)
 
 
 def _set_of(run: RunConfig, questions: Any, use: str) -> str:

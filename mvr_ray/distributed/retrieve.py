@@ -11,6 +11,7 @@ import base64
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,24 +237,12 @@ def retrieve(
         require_words(base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     query_set = question_set(corpus, questions)
-    if run.retrieve.refined_queries:
-        warn_of_plain_queries(base, [query_set.name])
-    settings = RankSettings(
-        k=run.retrieve.k,
-        match=run.evaluate.match,
-        texts=format not in ("trec", "msmarco"),
-        snippets=format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras),
-        refined_queries=run.retrieve.refined_queries,
-        filter=checked_filter(run, corpus),
-        hybrid=run.search.hybrid,
-    )
-    if run.retrieve.strict_answers:
-        refuse_empty_answers(query_set.questions, run.evaluate.match)
     if format == "trec":
         for question in query_set.questions:
             refuse_spaces(question.id, "question")
-    with open_router(run, base.version) as router, ResultStore(store, base.index) as result_store:
-        results = rank_questions(run, router, [query_set], settings, progress, result_store=result_store)
+    texts = format not in ("trec", "msmarco")
+    snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
+    with open_ranking(run, base, query_set, checked_filter(run, corpus), progress, texts, snippets) as results:
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, base.index, base.version)
     return RetrieveReport(
@@ -268,6 +257,37 @@ def retrieve(
         base.index_params["kind"] == "flat",
         base.index if run.search.hybrid is None else system_name(run.search.hybrid),
     )
+
+
+@contextmanager
+def open_ranking(
+    run: RunConfig,
+    base: Manifest,
+    query_set: QuestionSet,
+    filter: Mapping[str, Any] | None,
+    progress: Progress,
+    texts: bool = True,
+    snippets: bool = True,
+) -> Iterator[Iterator[RankedQuestion]]:
+    """Open this version, and yield the best `retrieve.k` passages of every question, in question order, meanwhile.
+
+    `filter` is one of `checked_filter`; `texts` and `snippets` as in `RankSettings`. Raises as `retrieve`.
+    """
+    if run.retrieve.refined_queries:
+        warn_of_plain_queries(base, [query_set.name])
+    if run.retrieve.strict_answers:
+        refuse_empty_answers(query_set.questions, run.evaluate.match)
+    settings = RankSettings(
+        k=run.retrieve.k,
+        match=run.evaluate.match,
+        texts=texts,
+        snippets=snippets,
+        refined_queries=run.retrieve.refined_queries,
+        filter=filter,
+        hybrid=run.search.hybrid,
+    )
+    with open_router(run, base.version) as router, ResultStore(router.store, base.index) as result_store:
+        yield rank_questions(run, router, [query_set], settings, progress, result_store=result_store)
 
 
 def checked_filter(run: RunConfig, corpus: Corpus, filter: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
