@@ -19,17 +19,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import made_up
 import numpy as np
 from machine import RESULTS, ROOT, hardware, process_tree
-from measure import Bar, Part, line, write
+from measure import Bar, Part, line, sampling, write
 
 SIZES, LARGE, TEN_MILLION_VIEWS = (10_000, 30_000, 100_000), (1_000_000,), 1_250_000
 SHARDS, SEARCHERS, PASSAGES_A_QUESTION, GATE, ASKED = 8, 2, 40, 64, 256
@@ -65,34 +63,18 @@ def config(store: Path) -> Any:
 
 
 class Watch:
-    """Record the peak memory of each kind of process of this session, by the kernel's record, until the block ends."""
+    """Record the peak memory of each kind of process of this session, by the kernel's record."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
         self.at_ends: dict[str, dict[str, int]] = {}
         """By stage: what each kind of process that then runs holds."""
-        self._ended = threading.Event()
-
-    @contextmanager
-    def __call__(self) -> Iterator["Watch"]:
-        thread = threading.Thread(target=self._look_until_ended, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._ended.set()
-            thread.join()
-            self._look()
 
     def end_of(self, stage: str) -> None:
         """Record the current memory."""
-        self.at_ends[stage] = self._look()
+        self.at_ends[stage] = self.look()
 
-    def _look_until_ended(self) -> None:
-        while not self._ended.wait(0.1):
-            self._look()
-
-    def _look(self) -> dict[str, int]:
+    def look(self) -> dict[str, int]:
         resident_bytes: dict[str, int] = {}
         for pid in process_tree(os.getpid()):
             try:
@@ -143,7 +125,7 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
 
         return within
 
-    with session.connect(run.resources), Watch()() as watch:
+    with session.connect(run.resources), sampling(Watch(), 0.1) as watch:
         version = with_timer("index", build_index.index)(run)
         figures["disk"]["corpus"] = bytes_under(folder / "corpora")
         figures["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")

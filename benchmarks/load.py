@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import yaml
 from machine import ROOT, process_tree
-from measure import Bar, Part, write
+from measure import Bar, Part, sampling, write
 from squad_files import DEV
 
 from mvr_ray.config import RunConfig
@@ -151,28 +151,17 @@ async def run_open_loop(port: int, token: str, bodies: Sequence[bytes], per_s: f
 
 
 class Memory:
-    """Sample the memory of a process and its descendants at intervals; shared pages count proportionally."""
+    """The memory of a process and its descendants over time; shared pages count proportionally."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.samples: list[tuple[float, int]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> "Memory":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def between(self, first_s: float, last_s: float) -> list[int]:
         return [size for at, size in self.samples if first_s <= at <= last_s]
 
-    def _look(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            self.samples.append((time.perf_counter(), sum(map(pss_bytes, process_tree(self.pid)))))
+    def look(self) -> None:
+        self.samples.append((time.perf_counter(), sum(map(pss_bytes, process_tree(self.pid)))))
 
 
 def pss_bytes(pid: int) -> int:
@@ -268,7 +257,7 @@ def main() -> None:
     bodies = [json.dumps({"queries": [text], "k": 10}).encode() for text in questions]
     random.Random(0).shuffle(bodies)
     part = Part("load", f"A server for {minutes:g} minutes at its capacity, and a flood of ten times that", "requests")
-    with serving(run, token) as pid, Memory(pid) as memory:
+    with serving(run, token) as pid, sampling(Memory(pid), SAMPLE_S) as memory:
         asyncio.run(run_closed_loop(port, token, bodies, 2, TRY_S))  # everything is loaded once
         trials = {clients: asyncio.run(run_closed_loop(port, token, bodies, clients, TRY_S)) for clients in CLIENTS}
         rates = {clients: rate(replies) for clients, replies in trials.items()}

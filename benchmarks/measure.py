@@ -9,12 +9,15 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from machine import RESULTS, hardware
+
+from mvr_ray.distributed.cluster.periodic import run_every
 
 FOLDER = RESULTS / "bench"
 ROUNDS = 5
@@ -63,19 +66,16 @@ class Part:
             self.samples[name], self.work[name] = list(seconds), work
 
 
-def interleave(
-    cases: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS, warm: int = 1, repeat: int = 1
-) -> dict[str, list[float]]:
-    """Measure the seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is
-    the mean of `repeat` runs, for cases under a millisecond. The first `warm` rounds are not counted."""
+def interleave(cases: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS, warm: int = 1) -> dict[str, list[float]]:
+    """Measure the seconds of each case in each round: all cases run once, in turn, before any runs again. The first
+    `warm` rounds are not counted."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(warm + rounds):
         for name, run in cases.items():
             gc.collect()
             start_s = time.perf_counter()
-            for _ in range(repeat):
-                run()
-            seconds = (time.perf_counter() - start_s) / repeat
+            run()
+            seconds = time.perf_counter() - start_s
             if number >= warm:
                 samples[name].append(seconds)
     return samples
@@ -90,6 +90,33 @@ def in_a_row(run: Callable[[], Any], times: int, warm: int = 0) -> list[float]:
         if number >= warm:
             seconds.append(time.perf_counter() - began)
     return seconds
+
+
+@contextmanager
+def record_time(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the seconds of a block to those of its stage, and print them."""
+    began = time.perf_counter()
+    yield
+    own = time.perf_counter() - began
+    seconds[stage] = seconds.get(stage, 0.0) + own
+    print(f"{stage}: {own:.2f} s", flush=True)
+
+
+class Sampler(Protocol):
+    """Looks at something that changes while a block runs."""
+
+    def look(self) -> object: ...
+
+
+S = TypeVar("S", bound=Sampler)
+
+
+@contextmanager
+def sampling(sampler: S, interval_s: float) -> Iterator[S]:
+    """Let a sampler look every `interval_s` seconds while the block runs, and at its end."""
+    with run_every(interval_s, sampler.look, type(sampler).__name__, join_s=None):
+        yield sampler
+    sampler.look()
 
 
 def speedup(samples: Mapping[str, Sequence[float]], ours: str, peer: str) -> float:

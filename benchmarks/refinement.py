@@ -12,15 +12,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import made_up
 import numpy as np
 import torch
-from measure import Bar, Part, interleave, speedup, write
+from measure import Bar, Part, interleave, record_time, speedup, write
 from squad_files import DEV, TRAIN
 
 from mvr_ray.checksums import with_trailer
@@ -128,31 +127,17 @@ def make_questions(store: Store, of: StoredVersion) -> tuple[RefineQuestions, Fl
     return questions, near_TD / np.linalg.norm(near_TD, axis=1, keepdims=True)
 
 
-class Clock:
-    """Seconds of named stages, once each."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - began
-        print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
-
-
-def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
+def one_round(loop: RefinementLoop, seconds: dict[str, float]) -> Labels:
     """Run one round from the version's hits to the moved views, as the loop does, which ends where `rebuilds` has
     published other versions; return the labels."""
     queries_LD = loop.queries_at(0)
-    with clock("retrieve"):
+    with record_time(seconds, "retrieve"):
         hits: ShardHits = loop.refiners.search(PUBLISHED, queries_LD, loop.depth, "retrieve", no_progress)
-    with clock("judge"):
+    with record_time(seconds, "judge"):
         loop.evaluator.rank(None, loop.labelled, hits)
-    with clock("label"):
+    with record_time(seconds, "label"):
         labels = loop.evaluator.label(PUBLISHED, queries_LD, hits)
-    with clock("update"):
+    with record_time(seconds, "update"):
         _, step = loop.step(0, labels, queries_LD)
     print(step.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
     return labels
@@ -339,32 +324,32 @@ def rebuilds(
 
 
 def main() -> None:
-    part, clock = Part("refinement", "Refinement", "passages"), Clock()
+    part, seconds = Part("refinement", "Refinement", "passages"), dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="mvr-refine-") as folder:
         run = config(Path(folder))
         store = Store(folder)
-        with clock("prepare"):
+        with record_time(seconds, "prepare"):
             prepare.prepare(run.prepare, store)
-        with clock("make views"):
+        with record_time(seconds, "make views"):
             made_up.stage(run, corpus.Corpus.open(store, "squad"))
         chunk_folder = Path(folder) / "staged"
         shutil.copytree(store.local_path(paths.index_dir("squad", "staging")), chunk_folder, copy_function=os.link)
         with session.connect(run.resources) as info:
             session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
-            with clock("index"):
+            with record_time(seconds, "index"):
                 version = build_index.index(run)
             of = read_version(store, version)
             questions, queries_TD = make_questions(store, of)
             journal = Journal(store, version, run, questions)
             task = RefinerTask(store.address, version, journal.folder, run.refine, match=run.evaluate.match)
             with RefinerPool(task, REFINERS, run.resources.cpus_per_searcher) as refiners:
-                with clock("open"):
+                with record_time(seconds, "open"):
                     loop = RefinementLoop(questions, queries_TD, refiners, journal, no_progress)
                 rebuilds(part, run, chunk_folder, of, refiners, journal.folder)
                 rates(part, loop, of)
-                labels = one_round(loop, clock)
+                labels = one_round(loop, seconds)
             updates(part, of, labels, loop.queries_at(0))
-    stages = {name: clock.seconds[name] for name in ("retrieve", "judge", "label", "update")}
+    stages = {name: seconds[name] for name in ("retrieve", "judge", "label", "update")}
     whole = sum(stages.values())
     part.bars.append(Bar("retrieval's share of the round", 100 * stages["retrieve"] / whole, 50, unit="%"))
     part.facts["passages, views a passage, questions"] = f"{len(of.ids):,}, {made_up.V}, {QUESTIONS:,}"

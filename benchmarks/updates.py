@@ -22,10 +22,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ import numpy as np
 import torch
 import yaml
 from machine import ROOT, cpu_seconds
-from measure import Bar, Part, write
+from measure import Bar, Part, record_time, sampling, write
 from peers import PEERS, Peer, environment
 from squad_files import DATA
 from transformers import AutoModel, AutoTokenizer
@@ -109,32 +107,17 @@ class Seconds(NamedTuple):
 
 
 class WrittenBytes:
-    """Bytes of the files that appear or grow under a folder while the block runs, by inode."""
+    """Bytes of the files that appear or grow under a folder, by inode."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most = folder, dict[int, int]()
-        self._ended = threading.Event()
-
-    def __enter__(self) -> "WrittenBytes":
         self.before = self._sizes()
-        self._thread = threading.Thread(target=self._look_until_ended, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._look()
 
     @property
     def num_bytes(self) -> int:
         return sum(max(0, size - self.before.get(inode, 0)) for inode, size in self.most.items())
 
-    def _look_until_ended(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
         for inode, size in self._sizes().items():
             self.most[inode] = max(self.most.get(inode, 0), size)
 
@@ -243,13 +226,6 @@ class Corpora:
         return file, passages
 
 
-@contextmanager
-def record_time(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
-
-
 def by_commands(corpora: Corpora, count: int) -> Cost:
     def update_corpus(file: Path) -> None:
         report = command("update", corpora, f"changes={file}")
@@ -273,7 +249,7 @@ def measure_update(corpora: Corpora, count: int, stages: Mapping[str, Callable[[
     file, passages = corpora.changes(count)
     seconds: dict[str, float] = {}
     cpu_s = cpu_seconds()
-    with WrittenBytes(corpora.store_folder) as writes:
+    with sampling(WrittenBytes(corpora.store_folder), LOOK_S) as writes:
         for name, run in stages.items():
             with record_time(seconds, name):
                 run(file)
@@ -363,7 +339,7 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
         with Peer(python, "engine_peer.py", str(data), engine, precision, "2", threads=2) as peer:
             cost: dict[str, Any] = {"passages": num_passages, "build": peer.ask("build")["seconds"]}
             for count in counts:
-                with WrittenBytes(data) as writes:
+                with sampling(WrittenBytes(data), LOOK_S) as writes:
                     reply = peer.ask(f"update {num_passages // count}")
                 cost[f"{count}"] = {"seconds": reply["seconds"], "written_bytes": writes.num_bytes}
             costs[title] = cost

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import updates
-from updates import Corpora, WrittenBytes
+from measure import sampling
+from updates import LOOK_S, Corpora, WrittenBytes
 
 from mvr_ray.store.corpus import shard_of
 
 
 def test_bytes_of_new_files_count_once_and_linked_ones_not(tmp_path: Path):
     (tmp_path / "old").write_bytes(b"x" * 1000)
-    with WrittenBytes(tmp_path) as writes:
+    with sampling(WrittenBytes(tmp_path), LOOK_S) as writes:
         (tmp_path / "linked").hardlink_to(tmp_path / "old")
         (tmp_path / "new").write_bytes(b"x" * 300)
         (tmp_path / "new").rename(tmp_path / "renamed")
@@ -23,7 +24,7 @@ def test_bytes_of_new_files_count_once_and_linked_ones_not(tmp_path: Path):
 
 
 def test_bytes_of_a_file_that_goes_again_count(tmp_path: Path):
-    with WrittenBytes(tmp_path) as writes:
+    with sampling(WrittenBytes(tmp_path), LOOK_S) as writes:
         (tmp_path / "scratch").write_bytes(b"x" * 500)
         until = time.monotonic() + 10
         while 500 not in writes.most.values() and time.monotonic() < until:
