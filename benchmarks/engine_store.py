@@ -17,13 +17,13 @@ import numpy as np
 import synthetic
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.indexing.shards import build_shard, index_params, keep_codes, shard_folder
+from mvr_ray.distributed.indexing.shards import build_shard, index_params, keep_codes, shard_embeddings, shard_folder
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.delta import write_changed
 from mvr_ray.store.embeddings import EmbeddingWriter, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -129,7 +129,7 @@ class Ours:
                 for row, views_VD in zip(rows.tolist(), vectors_PVD)
                 if shard_of(name(row), len(before.shards)) == entry.shard
             }
-            base = open_embeddings(manifests.open_shard(store, before.index, entry), entry.files)
+            base = shard_embeddings(store, before.index, entry)
             with shard_folder(store) as folder:
                 base_files = write_changed(base, folder, upserts, (), self.run.index.compact_share)
                 files = {name: entry.files[name] for name in base_files}

@@ -28,6 +28,7 @@ from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.indexing import build_index
+from mvr_ray.distributed.indexing.shards import version_blocks
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe
@@ -38,7 +39,6 @@ from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateI
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import corpus, manifest, paths, prepare
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
@@ -103,13 +103,7 @@ class StoredVersion(NamedTuple):
 
 
 def read_version(store: Store, version: Manifest) -> StoredVersion:
-    blocks = [
-        block
-        for entry in version.shards
-        for block in EmbeddingShard.open(
-            store.local_path(paths.shard_dir(version.index, entry.digest)) / paths.EMBEDDINGS
-        ).blocks()
-    ]
+    blocks = [*version_blocks(store, version)]
     return StoredVersion(version, blocks, [name for block in blocks for name in block.ids])
 
 

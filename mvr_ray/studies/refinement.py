@@ -16,10 +16,10 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.indexing.shards import version_blocks
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BlockRow, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -178,7 +178,6 @@ def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
             f"refinement_grid holds all views in memory, at most {MOST_VECTORS:,}; index {version.index!r} has "
             f"{version.num_vectors:,}. Use `mvr-ray refine`, or a smaller corpus (prepare.max_passages)"
         )
-    folders = [(manifest.open_shard(store, version.index, entry), entry.files) for entry in version.shards]
-    blocks = [block for folder, files in folders for block in open_embeddings(folder, files).blocks()]
+    blocks = [*version_blocks(store, version)]
     rows = (BlockRow(name, at, row) for at, block in enumerate(blocks) for row, name in enumerate(block.ids))
     return gather_rows(blocks, sorted(rows))
