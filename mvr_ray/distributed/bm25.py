@@ -1,16 +1,17 @@
 """Search a corpus by BM25, with the words and the scores of `index.lexical`.
 
-The words are those that a version stores of the corpus, else they are indexed in memory. Equal scores are ordered by
-passage id, so the ranking is deterministic.
+The words are those that a version stores of the corpus, else they are indexed in a folder of this machine. Equal scores
+are ordered by passage id, so the ranking is deterministic.
 
 Shapes: Q queries, P passages, K hits.
 """
 
 import heapq
 import logging
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,116 +19,100 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.searching.hybrid import best_positive
 from mvr_ray.distributed.indexing.lexical import open_statistics
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
-from mvr_ray.index.lexical import K1, B, Postings, WordRule, indexed_text
+from mvr_ray.index.lexical import (
+    CorpusStatistics,
+    Postings,
+    PostingsFile,
+    WordRule,
+    WordWeights,
+    write_postings,
+    write_statistics,
+)
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.embeddings import arrow_rows
+from mvr_ray.store.scratch import scratch_folder
+from mvr_ray.store.storage_errors import storage_errors
 from mvr_ray.types import Hit, Progress, no_progress
 
-
-@contextmanager
-def _without_jax() -> Iterator[None]:
-    """Hide an installed JAX from the imports of a block: bm25s starts it, and it then takes 3/4 of a GPU's memory."""
-    if "jax" in sys.modules:
-        yield
-        return
-    sys.modules["jax"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["jax"]
-
-
-with _without_jax():
-    import bm25s
-
 log = logging.getLogger(__name__)
-_BATCH = 1000
-"""Texts that are cut into words at a time."""
+_CACHED_BYTES = 1 << 29
+"""Of the weights of words that are kept in memory: many questions have the same words."""
 
 NO_VIEW = -1
 """The view number of a BM25 hit."""
 
 
-def open_bm25(run: RunConfig, corpus: Corpus, progress: Progress = no_progress) -> "StoredBM25 | BM25Index":
-    """Open the words of the newest version of the run's index with this corpus and language, else make an index."""
+def open_bm25(run: RunConfig, corpus: Corpus, progress: Progress = no_progress) -> "BM25":
+    """Open the words of the newest version of the run's index with this corpus and language, else index them."""
     store, language = corpus.store, run.index.language
     for version in manifests.newest_first(store, run.index.name, require_live=False):
         if version.lexical and version.corpus_digest == corpus.digest and len(version.shards) == corpus.num_shards:
             try:
-                words = StoredBM25(corpus, version)
+                statistics = open_statistics(store, version)
+                if statistics.rule != WordRule(language):
+                    continue
+                open_files = partial(manifests.open_lexical, store, version.index)
+                files = store.for_each(open_files, version.lexical.postings)
+                return BM25(corpus, statistics, [Postings(*own) for own in files])
             except (MissingInputError, StorageError, ShardIndexError) as error:
                 log.warning("words of version %d are not used: %s", version.version, error)
-                continue
-            if words.rule == WordRule(language):
-                return words
-    return BM25Index(corpus, language, progress)
+    return index_words(corpus, language, progress)
 
 
-class StoredBM25:
-    """BM25 by the words that a version stores of its corpus, over as many shards as the corpus has parts; mapped."""
+def index_words(corpus: Corpus, language: str = "english", progress: Progress = no_progress) -> "BM25":
+    """Index the words of a corpus; `language` as `index.language`. The files stay mapped after their folder is deleted.
 
-    def __init__(self, corpus: Corpus, version: Manifest) -> None:
-        """Open the words of a version.
+    Raises StorageError where the temporary folder is full.
+    """
+    parent, rule, postings, num_passages = Path(tempfile.gettempdir()), WordRule(language), [], 0
+    with scratch_folder(parent, "mvr-words-") as folder:
+        with storage_errors("write in", str(parent), only_full_disk=True):
+            for shard in range(corpus.num_shards):
+                path, part = folder / f"{shard}.arrow", corpus.part(shard)
+                write_postings(part, path, rule)
+                postings.append(Postings(path))
+                num_passages += len(part)
+                progress("bm25 index", num_passages, corpus.num_passages)
+            path = folder / "statistics.arrow"
+            write_statistics([own.whole for own in postings], path)
+        return BM25(corpus, CorpusStatistics(path), postings)
 
-        Raises MissingInputError, StorageError and ShardIndexError if they cannot be read.
-        """
-        assert version.lexical, "the version has no words"
-        store, shards = corpus.store, range(corpus.num_shards)
-        self._statistics = open_statistics(store, version)
-        self.rule = self._statistics.rule
-        files = store.for_each(lambda own: manifests.open_lexical(store, version.index, own), version.lexical.postings)
-        self._postings = [Postings(*own) for own in files]
+
+class BM25:
+    """BM25 by the words of a corpus, of which each part has a shard; mapped."""
+
+    def __init__(self, corpus: Corpus, statistics: CorpusStatistics, postings: Sequence[Postings]) -> None:
+        """Raises MissingInputError, StorageError for a corpus that cannot be read."""
+        self._statistics, self._postings, shards = statistics, postings, range(corpus.num_shards)
+        self._weights: dict[tuple[PostingsFile, str], WordWeights | None] = {}
+        self._num_bytes = 0
         corpus.open_parts(shards)
         self._ids = [corpus.part(shard).table(["id"]).column("id") for shard in shards]
 
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
-        """Search as `BM25Index.search` does."""
+        """Search each text for the best k passages, fewer if fewer share a word with it. Hits have shard -1."""
         hit_lists: list[list[Hit]] = []
-        for words in self.rule.tokenize(texts):
-            scores = [postings.scores(words, self._statistics) for postings in self._postings]
+        for words in self._statistics.rule.tokenize(texts):
+            scores = [postings.scores(words, self._statistics, self._weigh) for postings in self._postings]
             rows = [best_positive(scores_P, k) for scores_P in scores]
             best_scores = [scores_P[own] for scores_P, own in zip(scores, rows)]
             least = np.sort(np.concatenate(best_scores))[-k:].min(initial=np.inf)
-            best = [
-                (-score, ids[row].as_py())
-                for ids, own, own_scores in zip(self._ids, rows, best_scores, strict=True)
-                for row, score in zip(own.tolist(), own_scores.tolist())
-                if score >= least
-            ]
+            best: list[tuple[float, str]] = []
+            for ids, own, own_scores in zip(self._ids, rows, best_scores, strict=True):
+                num = int(np.count_nonzero(own_scores >= least))  # they are the first ones
+                best += zip((-own_scores[:num]).tolist(), ids.take(arrow_rows(own[:num])).to_pylist())
             hit_lists.append([Hit(name, -score, NO_VIEW, -1, -1) for score, name in heapq.nsmallest(k, best)])
             progress("bm25", len(hit_lists), len(texts))
         return hit_lists
 
-
-class BM25Index:
-    """A BM25 index of the whole corpus in memory, several times its text; `language` as `index.language`."""
-
-    def __init__(self, corpus: Corpus, language: str = "english", progress: Progress = no_progress) -> None:
-        self._rule = WordRule(language)
-        text_of = {passage.id: indexed_text(passage) for passage in corpus}
-        self._ids = sorted(text_of)
-        numbers_of: list[list[int]] = []
-        number_of: dict[str, int] = {}
-        for start in range(0, len(self._ids), _BATCH):
-            for words in self._rule.tokenize([text_of[passage_id] for passage_id in self._ids[start : start + _BATCH]]):
-                numbers_of.append([number_of.setdefault(word, len(number_of)) for word in words])
-        self._searcher = bm25s.BM25(method="lucene", k1=K1, b=B)
-        self._vocabulary = number_of
-        if number_of:  # bm25s fails over texts without a word
-            self._searcher.index((numbers_of, number_of), show_progress=False)
-        progress("bm25 index", len(self._ids), len(self._ids))
-
-    def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
-        """Search each text for the best k passages, fewer if fewer share a word with it. Hits have shard -1."""
-        hit_lists: list[list[Hit]] = []
-        for words in self._rule.tokenize(texts):
-            hit_lists.append(self._best([word for word in words if word in self._vocabulary], k))
-            progress("bm25", len(hit_lists), len(texts))
-        return hit_lists
-
-    def _best(self, words: list[str], k: int) -> list[Hit]:
-        if not words:
-            return []
-        scores_P = np.asarray(self._searcher.get_scores(words))
-        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in best_positive(scores_P, k)]
+    def _weigh(self, file: PostingsFile, word: str, statistics: CorpusStatistics) -> WordWeights | None:
+        """Return the weights of a word, which are computed once until they fill the memory for them."""
+        key = file, word
+        if key not in self._weights:
+            weights = file.weights(word, statistics)
+            self._num_bytes += sum(own.nbytes for own in weights or ())
+            if self._num_bytes > _CACHED_BYTES:
+                self._weights, self._num_bytes = {}, sum(own.nbytes for own in weights or ())
+            self._weights[key] = weights
+        return self._weights[key]

@@ -211,15 +211,24 @@ class PostingsFile:
         at = self._place(term)
         return slice(0, 0) if at < 0 else slice(int(self.end_T[at - 1]) if at else 0, int(self.end_T[at]))
 
-    def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
-        """Compute the float32 score of every passage [P]; 0 without any of the words."""
-        score_P = np.zeros(len(self.length_P), np.float32)
-        for word in words:
-            own = self.slice_of(word)
-            if own.start < own.stop and (idf := statistics.idf(word)) is not None:
-                rows = self.row_N[own].astype(np.intp)  # once, as numpy converts other indexes at each use
-                score_P[rows] += statistics.weights(idf, self.count_N[own], self.length_P[rows])
-        return score_P
+    def weights(self, word: str, statistics: "CorpusStatistics") -> "WordWeights | None":
+        """Compute the contributions of a word to the scores of passages; None where none has it."""
+        own = self.slice_of(word)
+        if own.start == own.stop or (idf := statistics.idf(word)) is None:
+            return None
+        rows = self.row_N[own].astype(np.intp)  # once, as numpy converts other indexes at each use
+        return WordWeights(rows, statistics.weights(idf, self.count_N[own], self.length_P[rows]))
+
+
+class WordWeights(NamedTuple):
+    """What a word contributes to the scores of the passages of some rows, float32."""
+
+    row_N: IntArray
+    weight_N: FloatArray
+
+
+Weigh = Callable[[PostingsFile, str, "CorpusStatistics"], WordWeights | None]
+"""`PostingsFile.weights`, or a cache of it."""
 
 
 class Postings:
@@ -259,12 +268,17 @@ class Postings:
         own = sum(file.num_bytes for file in (self.whole, *self.changes))
         return own + (self.source_P.nbytes if self.changes else 0)
 
-    def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
+    def scores(
+        self, words: Sequence[str], statistics: "CorpusStatistics", weigh: Weigh = PostingsFile.weights
+    ) -> FloatArray:
         """Compute the float32 score of every passage of the shard [P]; 0 without any of the words. Words may repeat."""
-        score_P = self.whole.scores(words, statistics)
-        if not self.changes:
-            return score_P
-        return np.concatenate([score_P, *(own.scores(words, statistics) for own in self.changes)])[self.source_P]
+        scores = []
+        for file in (self.whole, *self.changes):
+            scores.append(np.zeros(len(file.length_P), np.float32))
+            for word in words:
+                if weights := weigh(file, word, statistics):
+                    np.add.at(scores[-1], *weights)  # half the time of +=, which reads and writes apart
+        return np.concatenate(scores)[self.source_P] if self.changes else scores[0]
 
 
 def write_postings(passages: Iterable[Passage], path: Path, rule: WordRule = ENGLISH) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bm25_index import BM25Index
 from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.learning.batches import join_batch
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.distributed.indexing import build_index

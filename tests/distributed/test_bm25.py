@@ -1,33 +1,41 @@
-"""BM25's library is imported without what it would start, and takes a corpus without words."""
+"""BM25 over a corpus without a version of its words, and over one without any word."""
 
-import os
-import subprocess
-import sys
+import json
+import tempfile
 from pathlib import Path
 
-from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.types import Passage
+import pytest
+from bm25_index import BM25Index
 
-CHECK = """
-import sys
-import mvr_ray.distributed.bm25
-assert "jax" not in sys.modules
-import jax
-"""
-
-
-def test_an_installed_jax_is_not_started_and_can_be_imported_afterwards(tmp_path):
-    """JAX takes three quarters of a GPU's memory when it starts, and bm25s starts it where it is installed."""
-    (tmp_path / "jax").mkdir()
-    (tmp_path / "jax/__init__.py").touch()
-    (tmp_path / "jax/lax.py").write_text("raise SystemExit('JAX was started')\n")
-    search_path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    result = subprocess.run(
-        [sys.executable, "-c", CHECK], env=os.environ | {"PYTHONPATH": search_path}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.distributed.bm25 import index_words
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
 
 
-def test_a_corpus_without_a_word_has_no_hits():
+def make_corpus(folder: Path, texts: list[str]) -> Corpus:
+    """A corpus of three parts, with passages in another order than that of their ids."""
+    rows = [json.dumps({"id": f"p{number * 7 % 100:02d}", "text": text}) for number, text in enumerate(texts)]
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+    sources = [SourceConfig(path=str(folder / "texts.jsonl"), format="jsonl")]
+    prepare(PrepareConfig(sources=sources, num_shards=3), store := Store(folder / "store"))
+    return Corpus.open(store, "corpus")
+
+
+def test_a_corpus_without_a_word_has_no_hits(tmp_path):
     """Single characters and stop words are no words of BM25."""
-    assert BM25Index([Passage("x", "", "I"), Passage("y", "the", "7")]).search(["seven I", ""], 3) == [[], []]
+    assert index_words(make_corpus(tmp_path, ["I", "the 7"])).search(["seven I", ""], 3) == [[], []]
+
+
+@pytest.mark.parametrize("cached_bytes", [0, 400, 1 << 29])
+def test_words_of_parts_rank_as_one_index_of_all_passages_whatever_is_cached(tmp_path, monkeypatch, cached_bytes):
+    """Ties are in order of id; no file stays."""
+    monkeypatch.setattr("mvr_ray.distributed.bm25._CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    corpus = make_corpus(tmp_path, ["a harbour at night", "mills by a harbour", "night mills"] * 12)
+    texts = ["the harbour", "harbour harbour night", "mills at night", "zzyzx", ""] * 2
+    words = index_words(corpus)
+    assert words.search(texts, 9) == BM25Index(corpus).search(texts, 9)
+    assert words.search(texts[:1], 99) == BM25Index(corpus).search(texts[:1], 99)
+    assert list((tmp_path / "temporary").iterdir()) == []

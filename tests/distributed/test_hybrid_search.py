@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bm25_index import BM25Index
 
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import exact_scores
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import CoverageError, ShardIndexError

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from bm25_index import BM25Index
 
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.indexing import build_index, repair, rewrite
 from mvr_ray.distributed.indexing.lexical import LexicalTask, open_statistics, shard_words
 from mvr_ray.index.lexical import Postings, WordRule

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import Stemmer
 import yaml
+from bm25_index import BM25Index
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
 from mvr_ray.config import MineConfig, RunConfig, StoreConfig, load_run, parse_run
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.indexing.build_index import index
 from mvr_ray.distributed.mine import choose_negatives, filter_hits, mine
 from mvr_ray.distributed.router import open_router

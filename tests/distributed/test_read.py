@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bm25_index import BM25Index
 from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.reading.reader import Reader, ReadRequest, Span
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.models import WorkerModel, open_model, reader_spec, save_model
 from mvr_ray.distributed.read import QuestionReader, predictions, read, stored_articles

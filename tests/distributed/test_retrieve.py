@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bm25_index import BM25Index
 from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig
@@ -21,7 +22,6 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed import mine
 from mvr_ray.distributed.analyze import ALL_VIEWS, analyze
-from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.refine import refine

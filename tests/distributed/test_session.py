@@ -165,7 +165,6 @@ def test_doctor_finds_what_the_package_needs():
         "torch",
         "pyarrow",
         "faiss",
-        "bm25s",
         "Stemmer",
         "compiled loops",
         "default model",

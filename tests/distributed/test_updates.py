@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bm25_index import BM25Index
 from damaged_file import flip_byte
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
@@ -768,27 +769,26 @@ def test_each_earlier_part_is_searched_once_for_the_changes_of_all_shards(first_
 
 
 @pytest.mark.parametrize("language", ["english", "none"])
-def test_bm25_by_the_words_of_a_version_is_bm25_over_its_corpus_and_needs_no_index_in_memory(
+def test_bm25_by_the_words_of_a_version_is_bm25_over_its_corpus_as_without_a_version(
     first_store, run_over, tmp_path, monkeypatch, language
 ):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3, lexical=True, language=language)
     build_index.index(run)
     update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 70, "p05": 6, "p20": 6}, {"p04"}))
-    in_memory = bm25.open_bm25(run, Corpus.open(store, "corpus"))
-    version = build_index.index(run)
     corpus = Corpus.open(store, "corpus")
     texts = [*map(text_of, (70, 6, 1)), "rivers little little", "no such thing", ""]
-    expected = in_memory.search(texts, 7)
-    assert isinstance(in_memory, bm25.BM25Index) and any(expected)
+    expected = BM25Index(corpus, language).search(texts, 7)
+    assert bm25.open_bm25(run, corpus).search(texts, 7) == expected and any(expected)
+    version = build_index.index(run)
     write_questions(corpus, "asked", [Question("q", text_of(6), positive_ids=("p05",))])
     with monkeypatch.context() as patch:
-        patch.setattr(bm25, "BM25Index", None)
+        patch.setattr(bm25, "index_words", None)
         assert bm25.open_bm25(run, corpus).search(texts, 7) == expected
         assert mine(run.model_copy(update={"mine": MineConfig(questions="asked", output="mined")})).hits
     assert version.lexical
     flip_byte(root / manifest.lexical_path("index", version.lexical.postings[0][0]))
-    assert isinstance(bm25.open_bm25(run, corpus), bm25.BM25Index)
+    assert bm25.open_bm25(run, corpus).search(texts, 7) == expected
 
 
 def test_evaluation_ranks_by_words_through_the_searchers_as_in_this_process(
@@ -806,7 +806,7 @@ def test_evaluation_ranks_by_words_through_the_searchers_as_in_this_process(
     with open_router(run, local=True) as router:
         for whole in (True, False):
             monkeypatch.setattr(evaluation, "has_words", has_words if whole else lambda *_: False)
-            monkeypatch.setattr(bm25, "BM25Index", None)  # StoredBM25 in this process
+            monkeypatch.setattr(bm25, "index_words", None)  # the words of the version, in this process
             monkeypatch.setattr(evaluation, "open_bm25", None if whole else bm25.open_bm25)
             rankings.append([*evaluation._rank_by_words(run, router, sets, RankSettings(7), no_progress)])
     assert [[hit[:5] for hit in row.passages] for row in rankings[0]] == [

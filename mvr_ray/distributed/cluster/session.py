@@ -501,7 +501,7 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
         raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
 
 
-_LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "nltk", "Stemmer")
+_LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "nltk", "Stemmer")
 
 
 def doctor(resources: ResourcesConfig | None = None, precision: str = "auto") -> list[Check]:
