@@ -186,7 +186,7 @@ def fastest_tuning(scan: Scan, queries: int, machine: Machine) -> Tuning:
     step, rows = scan.steps[0], DeviceRows(*scan.steps[0].resident)
     asked_QD = scan.kernel.put(draw_queries(queries, scan.table.dimension))
     seconds = {}
-    if not scan.kernel.fused or not machine.device.startswith("cuda"):
+    if not scan.kernel.is_fused or not machine.device.startswith("cuda"):
         return Tuning()
     from triton.errors import TritonError
 
@@ -249,7 +249,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
             part.bars.append(Bar(f"{name}: time over bytes by bandwidth", over, BAR, at_least=False))
     part.facts[f"{what}, made in s"] = made_s
     part.facts[f"{what}, tuning"] = {f"batch {batch}": str(tuple(tuning)) for batch, tuning in tunings.items()}
-    part.facts[f"{what}, fused"] = "Triton" if kernel.fused else "no: Triton is not there, or cannot compile"
+    part.facts[f"{what}, fused"] = "Triton" if kernel.is_fused else "no: Triton is not there, or cannot compile"
     against_plain(part, machine, scan, what, rounds)
 
 

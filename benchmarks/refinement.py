@@ -97,7 +97,7 @@ def config(store: Path, name: str = "squad") -> RunConfig:
 class StoredVersion(NamedTuple):
     """A version, all its blocks in order of passage number, and the ids."""
 
-    described: Manifest
+    manifest: Manifest
     blocks: list[EmbeddingBlock]
     ids: list[str]
 
@@ -109,7 +109,7 @@ def read_version(store: Store, version: Manifest) -> StoredVersion:
 
 def make_questions(store: Store, of: StoredVersion) -> tuple[RefineQuestions, FloatArray]:
     """Return the questions, and a vector for each: equal parts of a view of its gold passage and noise."""
-    passages = corpus.Corpus.open(store, of.described.corpus)
+    passages = corpus.Corpus.open(store, of.manifest.corpus)
     train, dev = (read_questions(passages, name) for name in ("train", "dev"))
     questions = arrange("train", train[:QUESTIONS], [("dev", dev[:GATE])], [])
     row = {name: at for at, name in enumerate(of.ids)}
@@ -128,12 +128,12 @@ def one_round(loop: RefinementLoop, seconds: dict[str, float]) -> Labels:
     with record_time(seconds, "retrieve"):
         hits: ShardHits = loop.refiners.search(PUBLISHED, queries_LD, loop.depth, "retrieve", no_progress)
     with record_time(seconds, "judge"):
-        loop.evaluator.rank(None, loop.labelled, hits)
+        loop.evaluator.rank(None, loop.labelled_rows, hits)
     with record_time(seconds, "label"):
         labels = loop.evaluator.label(PUBLISHED, queries_LD, hits)
     with record_time(seconds, "update"):
         _, step = loop.step(0, labels, queries_LD)
-    print(step.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
+    print(step.summary(loop.refiners.num_passages, len(loop.labelled_rows)), flush=True)
     return labels
 
 
@@ -293,14 +293,14 @@ def rebuilds(
     def build_changes() -> None:
         at = StateId("round", 1 + next(numbers))
         base = manifest.read(store, run.index.name)
-        for entry in of.described.shards:
+        for entry in of.manifest.shards:
             rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
             state = ShardChanges.none(made_up.D).with_feedback(rows, vectors)
             store.write_bytes(at.shard_path(staging, entry.shard), with_trailer(state.to_bytes()))
         load_state(at)
         began[0] = time.perf_counter()
-        version, _ = describe(run, of.described, refiners, at, [], {})
+        version, _ = describe(run, of.manifest, refiners, at, [], {})
         manifest.publish(store, version.__class__(**{**version.__dict__, "parent": base.version}))
         seconds["changed alone"].append(time.perf_counter() - began[0])
         assert abs((version.dirty_share or 0) - DIRTY_SHARE) < 1e-3

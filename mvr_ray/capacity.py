@@ -80,21 +80,26 @@ Kind = Literal["disk", "memory", "gpu"]
 class Backbone(NamedTuple):
     """The sizes of a BERT-like model that determine its memory."""
 
-    hidden: int
+    hidden_size: int
     layers: int
     heads: int
     inner: int
     vocabulary: int
     positions: int
-    known: bool
+    is_known: bool
     max_tokens: int = 512
     """Truncation length where the run sets none."""
 
     @property
     def parameters(self) -> int:
-        embeddings = (self.vocabulary + self.positions + 2) * self.hidden
-        layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
-        return embeddings + 2 * self.hidden + self.layers * layer
+        embeddings = (self.vocabulary + self.positions + 2) * self.hidden_size
+        layer = (
+            4 * self.hidden_size * self.hidden_size
+            + 2 * self.hidden_size * self.inner
+            + 9 * self.hidden_size
+            + self.inner
+        )
+        return embeddings + 2 * self.hidden_size + self.layers * layer
 
 
 class PlanLine(NamedTuple):
@@ -163,7 +168,11 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
 def _shard_sizes(
     run: RunConfig, model: Backbone, passages: int, feedback_views: int, passage_bytes: float
 ) -> ShardSizes:
-    shards, dimension, views = run.prepare.num_shards, run.encoder.truncate_dim or model.hidden, _num_views(run.encoder)
+    shards, dimension, views = (
+        run.prepare.num_shards,
+        run.encoder.truncate_dim or model.hidden_size,
+        _num_views(run.encoder),
+    )
     on_shard, num_added = math.ceil(passages / shards), math.ceil(feedback_views / shards)
     vectors = on_shard * views
     vector_bytes = dimension * (2 if run.index.dtype == "fp16" else 4)
@@ -191,7 +200,7 @@ def _shard_sizes(
 
 def _disk_lines(run: RunConfig, model: Backbone, shard: ShardSizes, passage_bytes: float) -> Iterator[PlanLine]:
     shards, precision, weights = run.prepare.num_shards, run.index.precision, _weight_bytes(run, model)
-    guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    guess = "" if model.is_known else "; backbone not on this machine, bert-base sizes assumed"
     corpus_bytes = math.ceil(shard.passages * passage_bytes)
     yield PlanLine("disk", "corpus", corpus_bytes, shards, f"{passage_bytes:.0f} bytes a passage")
     yield PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}")
@@ -357,7 +366,7 @@ def backbone_sizes(backbone: str) -> Backbone:
         return int(next((values[name] for name in names if values.get(name)), 0))
 
     if not (hidden_size := size("hidden_size", "dim", "d_model")):
-        return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
+        return Backbone(768, 12, 12, 3072, 30_522, 512, is_known="bert-base" in backbone)
     positions = min(size("max_position_embeddings") or 512, MAX_TOKENS)
     return Backbone(
         hidden_size,
@@ -366,7 +375,7 @@ def backbone_sizes(backbone: str) -> Backbone:
         size("intermediate_size", "hidden_dim", "d_ff") or 4 * hidden_size,
         size("vocab_size"),
         positions,
-        known=True,
+        is_known=True,
         max_tokens=min(lengths.get("max_seq_length") or positions, positions),
     )
 
@@ -374,7 +383,7 @@ def backbone_sizes(backbone: str) -> Backbone:
 def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int:
     """Return the bytes of the activations of one transformer layer over `tokens` padded tokens in texts of `length`
     tokens."""
-    each = model.hidden * (34 + 5 * model.heads * length / model.hidden)
+    each = model.hidden_size * (34 + 5 * model.heads * length / model.hidden_size)
     return math.ceil(tokens * each * (1 if half else 2))
 
 
@@ -394,9 +403,11 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     layer += layer_bytes(model, questions * question_length, question_length, half=half)
     num_bytes = layer * model.layers
     if run.train.gradient_checkpointing:
-        kept_bytes = (passages * length + questions * question_length) * model.hidden * (2 if half else 4)
+        kept_bytes = (passages * length + questions * question_length) * model.hidden_size * (2 if half else 4)
         num_bytes = layer + kept_bytes * model.layers
-    return math.ceil(CPU_STEP * (num_bytes + layer)) + 12 * model.vocabulary * model.hidden if on_cpu else num_bytes
+    return (
+        math.ceil(CPU_STEP * (num_bytes + layer)) + 12 * model.vocabulary * model.hidden_size if on_cpu else num_bytes
+    )
 
 
 def index_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, on_gpu: bool = False) -> int:

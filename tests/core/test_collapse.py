@@ -27,7 +27,7 @@ def views(minilm, **settings) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("init", ["random", "cls"])
 def test_viewers_at_position_zero_collapse_on_minilm_whatever_their_start(minilm, init):
     report = collapse_report(*views(minilm, strategy="viewers", viewer_init=init))
-    assert report.collapsed
+    assert report.is_collapsed
     assert report.mean_pair_cosine == pytest.approx(1.0, abs=1e-4)
     assert report.lv == pytest.approx(0.0, abs=1e-3)
     assert report.reason == (
@@ -47,13 +47,13 @@ def test_viewers_at_position_zero_collapse_on_minilm_whatever_their_start(minilm
 )
 def test_other_random_views_do_not_collapse_on_minilm(minilm, settings):
     report = collapse_report(*views(minilm, **settings))
-    assert not report.collapsed
+    assert not report.is_collapsed
     assert report.mean_pair_cosine < 0.97
 
 
 def test_without_two_views_there_is_nothing_to_compare():
     report = collapse_report(np.ones((3, 2, 4)), np.array([[True, False]] * 3))
-    assert (report.mean_pair_cosine, report.lv, report.collapsed) == (None, None, False)
+    assert (report.mean_pair_cosine, report.lv, report.is_collapsed) == (None, None, False)
     assert report.reason == "none of 3 passages has two views to compare"
 
 
@@ -63,15 +63,15 @@ def test_missing_views_do_not_hide_a_collapse():
     mask = np.ones((6, 3), bool)
     mask[::2, 2] = False
     vectors[::2, 2] = 0
-    assert collapse_report(vectors, mask).collapsed
-    assert not collapse_report(np.where(mask[..., None], rng.normal(size=(6, 3, 8)), 0), mask).collapsed
+    assert collapse_report(vectors, mask).is_collapsed
+    assert not collapse_report(np.where(mask[..., None], rng.normal(size=(6, 3, 8)), 0), mask).is_collapsed
 
 
 def test_a_passage_alone_is_collapsed_by_its_cosine_only():
     apart = collapse_report(np.array([[[1.0, 0.0], [0.0, 1.0]]]), np.ones((1, 2), bool))
-    assert (apart.lv, apart.collapsed) == (None, False)
+    assert (apart.lv, apart.is_collapsed) == (None, False)
     alike = collapse_report(np.array([[[1.0, 0.0], [1.0, 0.0]]]), np.ones((1, 2), bool))
-    assert (alike.lv, alike.collapsed) == (None, True)
+    assert (alike.lv, alike.is_collapsed) == (None, True)
 
 
 @pytest.mark.parametrize(("cosine", "is_collapsed"), [(0.995, False), (0.9985, False), (0.9995, True)])
@@ -79,7 +79,7 @@ def test_views_collapse_above_a_mean_pair_cosine_of_0_999(cosine, is_collapsed):
     views_VD = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
     report = collapse_report(views_VD[None], np.ones((1, 2), bool))
     assert report.mean_pair_cosine == pytest.approx(cosine)
-    assert report.collapsed == is_collapsed
+    assert report.is_collapsed == is_collapsed
 
 
 @pytest.mark.parametrize(("angle", "is_collapsed"), [(0.0, True), (6e-4, True), (8e-4, False)])
@@ -89,7 +89,7 @@ def test_views_far_apart_collapse_where_local_variation_is_below_0_001(angle, is
     report = collapse_report(np.array([[[1, 0], [0, 1]], [[cos, sin], [-sin, cos]]]), np.ones((2, 2), bool))
     assert report.mean_pair_cosine < 0.01
     assert report.lv == pytest.approx(np.sqrt(2) * sin, abs=1e-9)
-    assert report.collapsed == is_collapsed
+    assert report.is_collapsed == is_collapsed
 
 
 def test_local_variation_is_of_the_next_passages_mean_view_as_the_query():

@@ -25,7 +25,7 @@ class Batch:
         self.mask[torch.arange(num_passages), torch.randint(num_views, (num_passages,), generator=generator)] = True
         self.positive = torch.randint(num_passages, (num_questions,), generator=generator)
         self.answer = torch.rand(num_questions, num_views, generator=generator) < 1.3 / num_views
-        self.known = torch.rand(num_questions, num_passages, generator=generator) < 0.2
+        self.known_QP = torch.rand(num_questions, num_passages, generator=generator) < 0.2
 
 
 def slow(name: str, batch: Batch, tau: float, scale: float, weight: float) -> tuple[float, float, float]:
@@ -48,7 +48,7 @@ def slow(name: str, batch: Batch, tau: float, scale: float, weight: float) -> tu
             best = max((own[v] for v in own if bool(batch.answer[q, v])), default=best)
         below = math.exp(best / tau)
         for p, other in enumerate(scores):
-            if p != positive and not bool(batch.known[q, p]) and other:
+            if p != positive and not bool(batch.known_QP[q, p]) and other:
                 below += math.exp(max(other.values()) / tau)
         global_terms.append(-math.log(math.exp(best / tau) / below))
         local_terms.append(-math.log(math.exp(best / tau) / sum(math.exp(f / tau) for f in own.values())))
@@ -65,7 +65,7 @@ def run(loss, batch: Batch, **kwargs):
         batch.mask,
         batch.positive,
         answer_QV=batch.answer,
-        known_QP=batch.known,
+        known_QP=batch.known_QP,
         **kwargs,
     )
 
@@ -103,13 +103,13 @@ def test_the_gradient_is_that_of_the_loss(loss, seed):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_missing_views_and_padding_passages_take_no_part_in_loss_or_gradient(loss):
     batch = Batch(3)
-    batch.known[:] = False
+    batch.known_QP[:] = False
     plain = run(loss, batch, tau=0.5)
     padded_batch = Batch(3)
     noise = torch.full((2, *batch.views.shape[1:]), 1e3, dtype=torch.float64)
     padded_batch.views = torch.cat([torch.where(batch.mask[..., None], batch.views, 1e3), noise]).requires_grad_()
     padded_batch.mask = torch.cat([batch.mask, torch.zeros(2, batch.mask.shape[1], dtype=torch.bool)])
-    padded_batch.known = torch.zeros(len(batch.queries), len(padded_batch.views), dtype=torch.bool)
+    padded_batch.known_QP = torch.zeros(len(batch.queries), len(padded_batch.views), dtype=torch.bool)
     terms = run(loss, padded_batch, tau=0.5)
     assert [term.item() for term in terms] == pytest.approx([term.item() for term in plain], rel=1e-12)
     (gradient,) = torch.autograd.grad(terms.total, padded_batch.views)
@@ -122,7 +122,7 @@ def test_the_order_of_passages_does_not_matter(loss):
     batch = Batch(5)
     before = run(loss, batch).total
     order = torch.randperm(len(batch.views), generator=torch.Generator().manual_seed(0))
-    batch.views, batch.mask, batch.known = batch.views[order], batch.mask[order], batch.known[:, order]
+    batch.views, batch.mask, batch.known_QP = batch.views[order], batch.mask[order], batch.known_QP[:, order]
     batch.positive = torch.argsort(order)[batch.positive]
     assert float(run(loss, batch).total) == pytest.approx(float(before), rel=1e-12)
 
@@ -164,7 +164,7 @@ def test_temperature_falls_from_one_to_its_floor(epoch, expected):
 def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
     batch = Batch(seed)
     given_to_all = (batch.queries, batch.views, batch.mask, batch.positive)
-    more = {"tau": 0.5, "scale": 0.7, "local_weight": 0.3, "known_QP": batch.known}
+    more = {"tau": 0.5, "scale": 0.7, "local_weight": 0.3, "known_QP": batch.known_QP}
     answer, best = camvr_loss(*given_to_all, answer_QV=batch.answer, **more), mvr_loss(*given_to_all, **more)
     mixture = camvr_loss(*given_to_all, answer_QV=batch.answer, answer_share=share, **more)
     for now, one, other in zip(mixture, answer, best):

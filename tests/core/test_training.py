@@ -62,7 +62,7 @@ class ToyEncoder(nn.Module):
         torch.manual_seed(0)
         self.question = nn.Linear(5, DIM, dtype=torch.float64)
         self.passage = nn.Linear(6, VIEWS * DIM, dtype=torch.float64)
-        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
         self.dropout = nn.Dropout(dropout)
 
     def encode_queries(self, texts) -> Tensor:
@@ -215,11 +215,11 @@ class WithTokens:
         spec = EncoderSpec(strategy="snippets", num_views=3, max_passage_tokens=48, max_query_tokens=24)
         self.encoder = DualEncoder.from_backbone(backbone, spec)
         texts = [f"{one} {two} Nobody knew number {number}." for number, (one, two) in enumerate(PAIRS)]
-        self.tokenized = self.encoder.tokenize_passages([Passage(str(n), "", text) for n, text in enumerate(texts)])
+        self.passages = self.encoder.tokenize_passages([Passage(str(n), "", text) for n, text in enumerate(texts)])
         self.encode_queries = self.encoder.encode_queries
 
     def encode_passages(self, numbers) -> PassageViews:
-        return self.encoder.encode_passages([self.tokenized[number] for number in numbers])
+        return self.encoder.encode_passages([self.passages[number] for number in numbers])
 
 
 def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, both: WithTokens) -> None:

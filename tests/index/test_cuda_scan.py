@@ -83,7 +83,7 @@ for dimension, counts, queries in CASES:
     asked = asked.astype(np.float32)
     codes = encode(vectors)
     kernel, plain = FusedKernel("cpu", Tuning(rows=32)), TorchKernel("cpu")
-    assert kernel.fused
+    assert kernel.is_fused
     of = np.array(counts)
     code_rows = map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None]))
     rows = DeviceRows(torch.from_numpy(vectors), None), DeviceRows(*code_rows)

@@ -31,7 +31,7 @@ class InferenceCache:
 
     def __init__(self) -> None:
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._prepared: dict[tuple[int, str], tuple[object, Any]] = {}
+        self._entries: dict[tuple[int, str], tuple[object, Any]] = {}
 
     def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
         return InferenceCache, ()
@@ -40,12 +40,12 @@ class InferenceCache:
         """Return what `prepare` made of the module's current weights; `name` tells apart what one module prepares."""
         parameters = self._parameters.get(id(module)) or self._parameters.setdefault(id(module), [*module.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        entry = self._prepared.get((id(module), name))
+        entry = self._entries.get((id(module), name))
         if entry is None or entry[0] != state:
             with MODEL_LOCK:
-                entry = self._prepared.get((id(module), name))  # another thread may have prepared them meanwhile
+                entry = self._entries.get((id(module), name))  # another thread may have prepared them meanwhile
                 if entry is None or entry[0] != state:
-                    entry = self._prepared[id(module), name] = (state, prepare())
+                    entry = self._entries[id(module), name] = (state, prepare())
         return entry[1]
 
 

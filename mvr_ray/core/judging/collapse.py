@@ -23,7 +23,7 @@ class Collapse:
 
     mean_pair_cosine: float | None
     lv: float | None
-    collapsed: bool
+    is_collapsed: bool
     reason: str
 
 

@@ -97,7 +97,7 @@ class TriedWeight:
     """Top-1 of the labelled questions and of each gate set after a first round with this weight, in points."""
 
     weight: float
-    labelled: float
+    labelled_top1: float
     heldout_G: tuple[float, ...]
 
 
@@ -110,7 +110,7 @@ def choose_weight(before_G: tuple[float, ...], trials: Sequence[TriedWeight], ma
     loss_of = {trial.weight: worst_loss(before_G, trial.heldout_G) for trial in trials}
     acceptable = [trial for trial in trials if loss_of[trial.weight] <= max_heldout_loss + _POINT_NOISE]
     if acceptable:
-        return max(acceptable, key=lambda trial: (trial.labelled, -trial.weight)).weight
+        return max(acceptable, key=lambda trial: (trial.labelled_top1, -trial.weight)).weight
     return min(loss_of, key=lambda weight: (loss_of[weight], weight))
 
 

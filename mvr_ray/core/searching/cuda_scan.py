@@ -76,12 +76,12 @@ class FusedKernel(TorchKernel):
         is_cuda = self.device.type == "cuda"
         # Triton compiles the kernel for GPUs; with TRITON_INTERPRET=1 its interpreter runs it elsewhere.
         has_triton = importlib.util.find_spec("triton") is not None
-        self.fused = has_triton and (is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+        self.is_fused = has_triton and (is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
         self._starts: dict[int, torch.Tensor] = {}
         if is_cuda:
             free_bytes = torch.cuda.mem_get_info(self.device)[0]
             self.vectors_per_step = min(MAX_STEP, max(GPU_STEP, free_bytes // BYTES_PER_VECTOR))
-        if self.fused and is_cuda:
+        if self.is_fused and is_cuda:
             self._test_kernel()
 
     @property
@@ -129,7 +129,7 @@ class FusedKernel(TorchKernel):
         max_views = uniform or int(counts_P.max())
         width = -(-len(counts_P) // BLOCK) * BLOCK
         is_half = rows_ND.dtype in (torch.int8, torch.float16)
-        if not self.fused or not is_half or rows_ND.shape[1] > MAX_DIMENSION or max_views > MAX_VIEWS:
+        if not self.is_fused or not is_half or rows_ND.shape[1] > MAX_DIMENSION or max_views > MAX_VIEWS:
             return self._best_plain(queries_QD, step_rows, counts_P, uniform, width)
         from mvr_ray.core.searching.cuda_kernel import best_views
 
@@ -176,7 +176,7 @@ class FusedKernel(TorchKernel):
             torch.cuda.synchronize(self.device)
         except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             log.warning("scan without its kernel: device=%s reason=%s", self.device, first_line(error))
-            self.fused = False
+            self.is_fused = False
 
     def select(
         self, best_QP: torch.Tensor, error_Q: FloatArray, low_QK: torch.Tensor

@@ -44,19 +44,19 @@ _FORMAT = 2
 
 
 class RoundRecord(NamedTuple):
-    """A finished round; `labelled` and `heldout` (a value for each gate set) in points, for the policy."""
+    """A finished round; `labelled_top1` and `heldout` (a value for each gate set) in points, for the policy."""
 
     report: RoundReport
-    labelled: float
+    labelled_top1: float
     heldout: tuple[float, ...]
     num_moved: int
 
 
 class WeightRecord(NamedTuple):
-    """A finished trial of a weight; `labelled` and `heldout` in points, for the policy."""
+    """A finished trial of a weight; `labelled_top1` and `heldout` in points, for the policy."""
 
     report: WeightReport
-    labelled: float
+    labelled_top1: float
     heldout: tuple[float, ...]
 
 

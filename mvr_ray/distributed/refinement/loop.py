@@ -61,7 +61,7 @@ class RefinementLoop:
         self.evaluator = Evaluator(self.refine, questions, refiners)
         self.gates = self.evaluator.gate_sets()
         self.depth = max(self.refine.depth, *REPORT_DEPTHS)
-        self.labelled = np.arange(questions.num_labelled)
+        self.labelled_rows = np.arange(questions.num_labelled)
         self.weights = weights_to_try(self.refine)
 
     def run(self) -> Stop | Reject:
@@ -91,7 +91,7 @@ class RefinementLoop:
         journal, rounds = self.journal, self.journal.rounds
         return RefineState(
             heldout_RG=(journal.heldout_before, *(record.heldout for record in rounds)),
-            labelled_R=(journal.labelled_before, *(record.labelled for record in rounds)),
+            labelled_R=(journal.labelled_before, *(record.labelled_top1 for record in rounds)),
             max_rounds=1 if self.refine.method in ONE_SHOT else self.refine.rounds,
             patience=self.refine.patience,
             max_heldout_loss=self.refine.max_heldout_loss,
@@ -117,7 +117,7 @@ class RefinementLoop:
         methods."""
         if len(self.weights) <= 1:
             return self.weights[0] if self.weights else 0.0
-        weights = [TriedWeight(row.report.weight, row.labelled, row.heldout) for row in self.journal.weights]
+        weights = [TriedWeight(row.report.weight, row.labelled_top1, row.heldout) for row in self.journal.weights]
         assert len(weights) == len(self.weights), "a weight has not been tried yet"
         return choose_weight(self.journal.heldout_before, weights, self.refine.max_heldout_loss)
 
@@ -149,7 +149,7 @@ class RefinementLoop:
 
         Where no passage moved, unmoved questions keep the ranks that they had before.
         """
-        ranks = self.evaluator.rank(None, self.labelled, hits)
+        ranks = self.evaluator.rank(None, self.labelled_rows, hits)
         name = f"{at.kind} {self.weights[at.number] if at.kind == 'weight' else at.number:g}"
         for what in others:
             rows = self.questions.gate_rows() if what == "gate" else self.questions.other_rows()
@@ -226,7 +226,7 @@ class RefinementLoop:
     def measure_round(self, number: int, step: "RoundStep", hits: ShardHits) -> None:
         """Measure the state after a round, and commit the round to the journal."""
         ranks = self.rank(self.state_id(number), hits, ["gate"])
-        figures = step.summary(self.refiners.num_passages, len(self.labelled))
+        figures = step.summary(self.refiners.num_passages, len(self.labelled_rows))
         report = RoundReport(number=number, **figures, **self.top1s(ranks))
         self.journal.commit(RoundRecord(report, self.labelled_points(ranks), self.heldout(ranks), step.num_moved))
         self.journal.keep_only({number, self.best_so_far()})

@@ -50,7 +50,7 @@ class Evaluator:
             for question in questions.table
         ]
         self.feedback = self._feedback()
-        self._labelled: tuple[ShardHits, np.ndarray] | None = None
+        self._labelled_marks: tuple[ShardHits, np.ndarray] | None = None
         self.judged_T = {
             "answer": np.array([bool(answers) for answers in self.answers_T]),
             "gold": np.array([bool(question.positive_ids) for question in questions.table]),
@@ -95,9 +95,9 @@ class Evaluator:
         are ranked and then labelled by the same hits, are marked once."""
         if len(rows_Q) and rows_Q[0] >= self.questions.num_labelled:
             return self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
-        if self._labelled is None or self._labelled[0] is not hits:
-            self._labelled = hits, self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
-        return self._labelled[1]
+        if self._labelled_marks is None or self._labelled_marks[0] is not hits:
+            self._labelled_marks = hits, self.refiners.mark(rows_Q, self.answers_T, hits.rows_QK)
+        return self._labelled_marks[1]
 
     def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])

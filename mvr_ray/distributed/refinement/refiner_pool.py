@@ -81,7 +81,7 @@ class RefinerPool:
         """
         self.task = task
         self.hang_s = hang_s
-        self.started = False
+        self.has_started = False
         counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
         self.index = task.manifest.index
         self.shards = sorted(counts)
@@ -124,9 +124,9 @@ class RefinerPool:
         num_hangs = 0
         with translate_ray_errors("refinement"):
             while waiting:
-                bound_s = self.hang_s if self.started else self.hang_s + START_S
+                bound_s = self.hang_s if self.has_started else self.hang_s + START_S
                 ready_refs, waiting = ray.wait(waiting, num_returns=1, timeout=bound_s)
-                self.started = bool(ready_refs)
+                self.has_started = bool(ready_refs)
                 if ready_refs:
                     continue
                 num_hangs += 1

@@ -119,8 +119,10 @@ class ShardRefiner:
         self.starts = dict(sorted(task.starts.items()))
         self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.starts}
         index = self.manifest.index
-        self.stored = {shard: shards.shard_embeddings(self.store, index, self.entries[shard]) for shard in self.starts}
-        self.views = {shard: StoredViews(embeddings.blocks()) for shard, embeddings in self.stored.items()}
+        self.embeddings = {
+            shard: shards.shard_embeddings(self.store, index, self.entries[shard]) for shard in self.starts
+        }
+        self.views = {shard: StoredViews(embeddings.blocks()) for shard, embeddings in self.embeddings.items()}
         self.states: dict[int, _LoadedState] = {}
         self.index: tuple[StateId, ShardIndex] | None = None
         self.ids: dict[int, list[str]] = {}
@@ -226,7 +228,7 @@ class ShardRefiner:
         changes = self.views[shard].changes(self._state(at, shard).changes, self._blocks(at, shard))
         if changes:
             with shards.shard_folder(self.store) as folder:
-                params, embeddings, known_files = IndexParams(**self.manifest.index_params), self.stored[shard], {}
+                params, embeddings, known_files = IndexParams(**self.manifest.index_params), self.embeddings[shard], {}
                 if params.kind != "flat":
                     rewrite(embeddings, folder / paths.EMBEDDINGS, changes)
                 elif names := write_changed(embeddings, folder, changes, max_changed_share=self.task.compact_share):

@@ -284,7 +284,7 @@ class RetrieverLoop(StepLoop):
 
     def report(self, sums: EpochSums, **fields: Any) -> EpochReport:
         collapse = collapse_report(*self._embed(self._sample()))
-        if collapse.collapsed:
+        if collapse.is_collapsed:
             log.warning("views have collapsed: %s", collapse.reason)
         steps, wins = max(1, sums.steps), max(1, sum(sums.wins_V))
         return EpochReport(
@@ -295,7 +295,7 @@ class RetrieverLoop(StepLoop):
             view_shares=[count / wins for count in sums.wins_V],
             view_pair_cosine=collapse.mean_pair_cosine,
             lv=collapse.lv,
-            collapsed=collapse.collapsed,
+            collapsed=collapse.is_collapsed,
         )
 
     def _sample(self) -> list[Passage]:
