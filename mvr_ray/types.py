@@ -195,13 +195,13 @@ class Answer(NamedTuple):
 class FleetCounts(NamedTuple):
     """A process's calls to searchers since it started; `waiting` is the current number.
 
-    `hedges` counts calls sent because another replica was slow, `hedge_wins` those that answered first, `refused` the
+    `hedges` counts calls sent because another replica was slow, `hedge_wins` those that answered first, `refusals` the
     requests that found every queue full. `waiting` calls wait or run, at most `most_waiting` at one searcher.
     """
 
     hedges: int = 0
     hedge_wins: int = 0
-    refused: int = 0
+    refusals: int = 0
     waiting: int = 0
     most_waiting: int = 0
 

@@ -50,7 +50,7 @@ class ModelWorker:
         model = open_model(task.kind, address, task.spec)
         if model.fingerprint != task.fingerprint:
             raise FingerprintError(
-                f"{task.kind.what} {address.folder or address.stored} is {model.fingerprint} on this machine and "
+                f"{task.kind.what} {address.folder or address.path} is {model.fingerprint} on this machine and "
                 f"{task.fingerprint} where the stage was started; put the same files on every machine"
             )
         return model.to("cuda") if task.gpu else model
@@ -76,8 +76,8 @@ def pair_spec(run: RunConfig) -> PairSpec:
 
 def open_model(kind: ModelKind, address: ModelAddress, spec: Any) -> Any:
     """Load a model."""
-    if address.stored:
-        store, path = Store(address.store), address.stored
+    if address.path:
+        store, path = Store(address.store), address.path
         return store.open_copy(store.local_path(path), path, lambda folder: MODEL_CLASSES[kind].load(folder, spec))
     return MODEL_CLASSES[kind].open(address.folder, spec)
 

@@ -31,9 +31,9 @@ MIN_PERIOD_S = 5.0
 
 
 class ChangeTimes(NamedTuple):
-    """Unix times of changes; `unanswered` are those that answers do not include yet."""
+    """Unix times of changes; `unanswered_times` are those that answers do not include yet."""
 
-    unanswered: list[float]
+    unanswered_times: list[float]
     newest_answered: float
     num_waiting: int
 

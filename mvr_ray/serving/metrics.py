@@ -113,7 +113,7 @@ def _of_searchers(router: "HotSwapRouter") -> Iterator[Metric]:
     for family, name, meaning, value in (
         (CounterMetricFamily, "hedged_calls", "Calls made because another replica was slow.", counts.hedges),
         (CounterMetricFamily, "hedge_wins", "Hedged calls that answered first.", counts.hedge_wins),
-        (CounterMetricFamily, "refused_searches", "Searches that a group's full queues refused.", counts.refused),
+        (CounterMetricFamily, "refused_searches", "Searches that a group's full queues refused.", counts.refusals),
         (GaugeMetricFamily, "calls_waiting", "Calls that wait or run at all searchers.", counts.waiting),
         (GaugeMetricFamily, "most_calls_waiting", "Calls that wait or run at one searcher.", counts.most_waiting),
     ):

@@ -41,10 +41,10 @@ CROSS_ENCODERS = ModelKind("cross_encoders", "mine.cross_encoder", "cross-encode
 
 
 class ModelAddress(NamedTuple):
-    """Location of a model: `stored` in the store, or, if that is empty, a folder or hub name."""
+    """Location of a model: `path` in the store, or, if that is empty, a folder or hub name."""
 
     store: str
-    stored: str
+    path: str
     folder: str
 
 

@@ -275,7 +275,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         record_property("figures", f"10 whole answers with {hedges} second calls in {dispatcher.budget.calls} calls")
         assert 1 <= dispatcher.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
         counts = dispatcher.counts()
-        assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
+        assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refusals == 0
         dispatcher.budget = HedgeBudget(share=1.0)
         dispatcher.groups[0][1].waiting += 32  # so that the shut one is called first
         assert is_whole(router.search(QUERIES_QD, K, deadline=Deadline.after(60)))
@@ -288,7 +288,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         dispatcher.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)
-        assert dispatcher.counts().refused == 1
+        assert dispatcher.counts().refusals == 1
         dispatcher.queue = 64
         shut(second)
         answer = router.search(QUERIES_QD, K, deadline=Deadline.after(1), min_coverage=0.0)
@@ -317,7 +317,7 @@ def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with,
                 router.search(QUERIES_QD, K)
             retries_s.append(error.value.retry_after_s)
         assert min(retries_s) > 0
-        assert router.fleet.dispatcher.counts().refused == len(retries_s)
+        assert router.fleet.dispatcher.counts().refusals == len(retries_s)
         assert router.fleet.dispatcher.groups[1][0].waiting <= queue
         reopen(actor)
         assert all(is_whole(one.result()) for one in searches)

@@ -233,7 +233,7 @@ def test_a_newer_record_of_the_newest_model_is_refused_by_name_and_models_are_fo
         lambda: find_model(run, ENCODERS, live.encoder_name),
     )
     address = find_model(run, ENCODERS, f"{live.encoder_name}/{live.encoder_fingerprint}")
-    assert address.stored == paths.encoder_dir(live.encoder_name, live.encoder_fingerprint)
+    assert address.path == paths.encoder_dir(live.encoder_name, live.encoder_fingerprint)
 
 
 def checkpoint(store: Store) -> tuple[str, Checkpoints, torch.nn.Linear]:

@@ -87,12 +87,12 @@ class Crowd:
         self.wrong: list[tuple[int, int]] = []
         self.under_way = 0
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._end = threading.Event()
         self._threads = ThreadPoolExecutor(size)
         self._asking = [self._threads.submit(self._ask, number) for number in range(size)]
 
     def _ask(self, number: int) -> None:
-        while not self._ended.is_set():
+        while not self._end.is_set():
             at, number = number % len(QUERIES_QD), number + 1
             with self._lock:
                 self.under_way += 1
@@ -118,7 +118,7 @@ class Crowd:
         return self
 
     def __exit__(self, *_) -> None:
-        self._ended.set()
+        self._end.set()
         self._threads.shutdown()
         for one in self._asking:
             one.result()

@@ -126,9 +126,9 @@ class Asking:
 
     def __init__(self, live: HotSwapRouter) -> None:
         self.live = live
-        self.right = self.refused = 0
+        self.right = self.refusals = 0
         self.wrong: list[object] = []
-        self._ended = threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def __enter__(self):
@@ -136,16 +136,16 @@ class Asking:
         return self
 
     def __exit__(self, *_) -> None:
-        self._ended.set()
+        self._end.set()
         self._thread.join(60)
 
     def _ask(self) -> None:
-        while not self._ended.is_set():
+        while not self._end.is_set():
             try:
                 answer = live_search(self.live, QUERIES_QD, K, deadline=Deadline.after(20))
             except CoverageError:
-                self.refused += 1
-                self._ended.wait(0.05)
+                self.refusals += 1
+                self._end.wait(0.05)
                 continue
             hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
             if hits == TRUTH and answer.exact.certified:
@@ -179,7 +179,7 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
         assert 0 < len(groups) < GROUPS
         assert {group for group in during if during[group] != before[group]} == groups
         assert {group for group, (where, _) in during.items() if where == node.node_id} == groups
-        assert asking.refused == 0
+        assert asking.refusals == 0
         cluster.remove_node(node, allow_graceful=False)
         after = until(lambda: places_without(live, node.node_id), 90, every_s=0.1)
         restarted_groups = {group for group in after if after[group] != during[group]}
@@ -187,7 +187,7 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
         right = asking.right
         until(lambda: asking.right > right + 5, 90, every_s=0.1)
     assert asking.wrong == []
-    text = f"{len(groups)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
+    text = f"{len(groups)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refusals} refused"
     record_property("figures", text)
 
 

@@ -228,10 +228,10 @@ def test_the_retrieval_score_decides_as_much_as_its_weight_says():
 def test_a_reader_is_found_by_its_name_its_fingerprint_or_its_folder(library, run_reading):
     fingerprint = latest_fingerprint(Store(str(library)), READERS, "raw")
     path = f"readers/raw/{fingerprint}"
-    assert address_of(run_reading()).stored == path
-    assert address_of(run_reading({"reader": f"raw/{fingerprint}"})).stored == path
+    assert address_of(run_reading()).path == path
+    assert address_of(run_reading({"reader": f"raw/{fingerprint}"})).path == path
     folder = address_of(run_reading({"reader": str(library / path)}))
-    assert (folder.stored, folder.folder) == ("", str(library / path))
+    assert (folder.path, folder.folder) == ("", str(library / path))
     assert open_model(READERS, folder, reader_spec(run_reading())).fingerprint == fingerprint
     assert address_of(run_reading({"reader": "someone/model"})).folder == "someone/model"
 

@@ -56,7 +56,7 @@ class AnswerCounts:
         self.counts: Counter[tuple[int, tuple[Ranked, ...]]] = Counter()
         self.partial = 0
         self.longest_s = 0.0
-        self.ended = threading.Event()
+        self.end = threading.Event()
         self._lock = threading.Lock()
 
     def of(self, version: int) -> int:
@@ -64,7 +64,7 @@ class AnswerCounts:
             return sum(count for (number, _), count in self.counts.items() if number == version)
 
     def ask(self, live: HotSwapRouter, queries_QD: FloatArray) -> None:
-        while not self.ended.is_set():
+        while not self.end.is_set():
             began = time.monotonic()
             answer = live_search(live, queries_QD, K)
             took_s = time.monotonic() - began
@@ -107,7 +107,7 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_st
                 during.append(answers.of(version) - before)
             answers.wait_for(3, 20)
         finally:
-            answers.ended.set()
+            answers.end.set()
         for one in asking:
             one.result()
     truth = {version: exhaustive(empty_store, version, queries_QD) for version in (1, 2, 3)}

@@ -352,10 +352,10 @@ class LosesOnce:
     """A fleet in which shard 1 dies in the first search and is back after waiting for all shards."""
 
     def __init__(self, whole) -> None:
-        self.whole, self.dead, self.waited = whole, True, 0
+        self.whole, self.dead, self.num_waits = whole, True, 0
 
     def ready(self, manifest) -> None:
-        self.dead, self.waited = False, self.waited + 1
+        self.dead, self.num_waits = False, self.num_waits + 1
 
     def fan_out(self, request, deadline, admit=False, on_partial=None) -> ShardResults:
         results = self.whole.fan_out(request, deadline).results
@@ -368,7 +368,7 @@ class LosesForever(LosesOnce):
     """A fleet in which shard 1 stays away."""
 
     def ready(self, manifest) -> None:
-        self.waited += 1
+        self.num_waits += 1
 
 
 def lossy_opener(kind: type[LosesOnce], fleets: list[LosesOnce]) -> Callable[..., AbstractContextManager[Router]]:
@@ -391,7 +391,7 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
         with pytest.raises(CoverageError):
             lossy.search_text(["Who won?"], 3)
         rankings = QuestionRanker(lossy, RankSettings(k=5)).rank(questions)
-    assert fleet.waited == 1
+    assert fleet.num_waits == 1
     for question, hits in zip(questions.questions, rankings):
         assert [hit.id for hit in hits] == [hit[0] for hit in expected[question.id]][:5]
 
@@ -402,7 +402,7 @@ def test_mining_waits_for_a_searcher_that_died_and_loses_nothing(own_index, run_
     before = read_questions(only_corpus(Store(str(own_index))), run.mine.output)
     fleets: list[LosesOnce] = []
     monkeypatch.setattr(mine, "open_router", lossy_opener(LosesOnce, fleets))
-    assert mine.mine(run) == report and fleets[0].waited == 1
+    assert mine.mine(run) == report and fleets[0].num_waits == 1
     assert read_questions(only_corpus(Store(str(own_index))), run.mine.output) == before
 
 
@@ -420,7 +420,7 @@ def test_no_stage_takes_a_ranking_without_a_shard_that_stays_away(own_index, run
         monkeypatch.setattr(f"mvr_ray.distributed.{name}.open_router", lossy_opener(LosesForever, fleets))
         with pytest.raises(CoverageError, match=r"1 \(died\)"):
             stage()
-    assert [fleet.waited for fleet in fleets] == [TRIES - 1] * len(stages)
+    assert [fleet.num_waits for fleet in fleets] == [TRIES - 1] * len(stages)
     assert not output.exists() and corpus.question_sets(only_corpus(Store(str(own_index)))) == ["dev"]
 
 

@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 20
 
 class StoredObject(NamedTuple):
     data: bytes
-    changed: datetime
+    time: datetime
 
 
 class Fault(NamedTuple):
@@ -43,7 +43,7 @@ class Script(NamedTuple):
     """How the server behaves: what goes wrong in which order, and what became of conditional puts."""
 
     faults: list[Fault]
-    answered: list[tuple[str, int]]
+    answers: list[tuple[str, int]]
     """Key and status of each conditional put that was answered."""
     conditional: str = "honoured"
     """honoured, ignored (as if it were not there) or refused (501)."""
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._break_off()
                 return
             if once:
-                self.script.answered.append((key, status))
+                self.script.answers.append((key, status))
         body = b"" if status == 200 else f"<Error><Code>E{status}</Code></Error>".encode()
         body = b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>" if "x-amz-copy-source" in self.headers else body
         self._answer(status, body, etag=data)
@@ -237,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 contents.append(
                     f"<Contents><Key>{escape(key)}</Key><Size>{len(item.data)}</Size>"
-                    f"<LastModified>{item.changed:%Y-%m-%dT%H:%M:%S.%fZ}</LastModified></Contents>"
+                    f"<LastModified>{item.time:%Y-%m-%dT%H:%M:%S.%fZ}</LastModified></Contents>"
                 )
         common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in sorted(folders))
         count = len(contents) + len(folders)
@@ -259,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
         if place:
             self.send_header("Content-Range", place)
         if item:
-            self.send_header("Last-Modified", format_datetime(item.changed, usegmt=True))
+            self.send_header("Last-Modified", format_datetime(item.time, usegmt=True))
         self.end_headers()
         if self.command != "HEAD":
             for start in range(0, len(body), PIECE_BYTES):

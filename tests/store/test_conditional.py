@@ -51,7 +51,7 @@ def draft(store: Store, folder: Path) -> Manifest:
 
 
 def of_manifests(script: Any) -> list[int]:
-    return [status for key, status in script.answered if key.endswith(".json")]
+    return [status for key, status in script.answers if key.endswith(".json")]
 
 
 def test_a_manifest_is_created_by_one_conditional_put_and_what_is_there_stays(serve: Serve, tmp_path: Path):
@@ -159,7 +159,7 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
         assert manifest.list_versions(store, "i") == list(range(1, 41))
         assert [manifest.read(store, "i", n) for n in range(1, 41)] == [version[0] for version in winners]
         assert {version[0].config_digest for version in winners} == {"0", "1"}
-        keys = [key for key, status in script.answered if status == 200 and key.endswith(".json")]
+        keys = [key for key, status in script.answers if status == 200 and key.endswith(".json")]
         assert len(keys) == len(set(keys))
 
 

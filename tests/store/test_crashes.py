@@ -219,13 +219,13 @@ class End:
     def __init__(self, at: int, moment: str) -> None:
         self.at, self.moment = at, moment
         self.of: int | None = None
-        self.heard: list[str] = []
+        self.requests: list[str] = []
 
     def hear(self, when: str, request: str) -> bool:
         if self.of is None or when != self.moment:
             return True
-        self.heard.append(request)
-        if len(self.heard) <= self.at:
+        self.requests.append(request)
+        if len(self.requests) <= self.at:
             return True
         end = os.pidfd_open(self.of)
         signal.pidfd_send_signal(end, signal.SIGKILL)
@@ -254,7 +254,7 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
             code = publisher.publish()
             end.of = None
             if code == 0:
-                requests = end.heard
+                requests = end.requests
                 break
             assert code == -signal.SIGKILL
             again = finish_shard(tmp_path / f"again {at} {moment}", b"changed")

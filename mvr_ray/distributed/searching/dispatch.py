@@ -100,7 +100,7 @@ class Dispatcher:
         self.groups = [[Replica(actor, queue) for actor in actors] for actors in groups]
         self.budget = HedgeBudget()
         self.latencies = [Latencies() for _ in groups]
-        self.refused = 0
+        self.refusals = 0
         self.hedge_wins = 0
         self._reopen = reopen
         self._lock = threading.RLock()
@@ -160,7 +160,9 @@ class Dispatcher:
         """Return the counts of hedged and refused calls so far, and of waiting calls."""
         with self._lock:
             waiting = [replica.waiting for replicas in self.groups for replica in replicas]
-            return FleetCounts(self.budget.hedges, self.hedge_wins, self.refused, sum(waiting), max(waiting, default=0))
+            return FleetCounts(
+                self.budget.hedges, self.hedge_wins, self.refusals, sum(waiting), max(waiting, default=0)
+            )
 
     def mark_down(self, replica: Replica, group: int, state: str, killed_instance: str | None = None) -> None:
         """Send this replica no calls until it has restarted; `killed_instance` names the instance that was killed."""
@@ -207,7 +209,7 @@ class Dispatcher:
         return replicas, failures
 
     def _refuse(self, group: int, replica: Replica) -> OverloadedError:
-        self.refused += 1
+        self.refusals += 1
         self._refused_s = time.monotonic()
         retry_s = max(MIN_RETRY_S, replica.waiting * self.latencies[group].median_s() / 2)
         return OverloadedError(

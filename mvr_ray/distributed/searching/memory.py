@@ -23,7 +23,7 @@ class MemoryUsage(NamedTuple):
 
     node: str
     free_bytes: int
-    held: dict[str, int]
+    held_bytes: dict[str, int]
 
 
 def require_memory(
@@ -36,8 +36,8 @@ def require_memory(
     """
     bytes_by_node: Counter[str] = Counter()
     for own, usage in zip(shards, usages, strict=True):
-        new_bytes = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held)
-        held_bytes = sum(usage.held.values())
+        new_bytes = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held_bytes)
+        held_bytes = sum(usage.held_bytes.values())
         if limit_bytes and held_bytes + new_bytes > limit_bytes:
             raise InsufficientMemoryError(
                 f"{what} not opened: a searcher on {usage.node} holds {held_bytes:,} bytes and needs {new_bytes:,} "

@@ -33,17 +33,17 @@ class MergedResults:
         self._numbers_R = np.concatenate([np.empty(0, np.int64), *numbers])
         self._ids_R = pa.concat_arrays([pa.nulls(0, pa.string()), *(result.ids_R for result in self._results)])
         self._lists = [(start, result.hits) for start, result in zip(self._starts, self._results)]
-        self._merged = merge(self._lists, k, self._ids_of)
+        self._ranking = merge(self._lists, k, self._ids_of)
 
     def uncertain_queries(self) -> dict[int, IntArray]:
         """Return, by shard, the queries (ascending positions) for which an exact shard must return k rows; empty: the
         hits are exact."""
-        queries_S = uncertain_queries(self._lists, self._merged, self._ids_of)
+        queries_S = uncertain_queries(self._lists, self._ranking, self._ids_of)
         return {result.shard: queries for result, queries in zip(self._results, queries_S) if len(queries)}
 
     def hits(self) -> list[list[Hit]]:
         """Return the hits of every query, best first."""
-        passage_QK, score_QK, view_QK, _ = self._merged
+        passage_QK, score_QK, view_QK, _ = self._ranking
         passages = passage_QK[passage_QK >= 0]
         numbers = np.searchsorted(self._starts, passages, side="right") - 1
         shards = np.array([result.shard for result in self._results], np.int64)[numbers]

@@ -200,7 +200,7 @@ class Rebalancer:
         self.task = task
         self.resources = resources
         self._nodes: frozenset[str] = frozenset()
-        self._failed: set[tuple[int, str]] = set()
+        self._failed_moves: set[tuple[int, str]] = set()
 
     def rebalance(self) -> list[rendezvous.Move]:
         """Move searchers whose groups prefer another node, if nodes joined or left since the last call; return the
@@ -218,10 +218,10 @@ class Rebalancer:
         after = assign_nodes(self._bytes(), capacities, self.resources.replicas, before)
         moves = []
         for move in rendezvous.moves(before, after):
-            if (move.shard, move.to) not in self._failed and self._move(move, nodes_of[move.shard]):
+            if (move.shard, move.to) not in self._failed_moves and self._move(move, nodes_of[move.shard]):
                 moves.append(move)
         self._nodes = frozenset(capacities)
-        self._failed = {(group, node) for group, node in self._failed if node in capacities}
+        self._failed_moves = {(group, node) for group, node in self._failed_moves if node in capacities}
         return moves
 
     def _searcher_nodes(self) -> dict[int, list[str]] | None:
@@ -262,7 +262,7 @@ class Rebalancer:
                     versions |= current.keys()
         except (MvrRayError, RayError) as error:
             log.warning("searcher stays: group=%d node=%s reason=%s", group, source[:8], error)
-            self._failed.add((group, target))
+            self._failed_moves.add((group, target))
             ray.kill(actor)
             return False
         nodes[number] = target

@@ -95,7 +95,7 @@ class OpenFile(NamedTuple):
 class OpenShard(NamedTuple):
     """The views of a shard; an empty shard has no index."""
 
-    embedded: EmbeddingShard
+    embeddings: EmbeddingShard
     ids: pa.Array
     index: ShardIndex | None = None
 
@@ -103,7 +103,7 @@ class OpenShard(NamedTuple):
         """Return the same shard with a flat index, which scans every view."""
         if self.index is None or self.index.exact:
             return self
-        blocks, rows = self.embedded.stored_blocks()
+        blocks, rows = self.embeddings.stored_blocks()
         flat = open_index(IndexParams(), blocks, Path(), rows, device=task.device, threads=task.threads)
         return self._replace(index=flat)
 
@@ -152,11 +152,11 @@ class ShardSearcher:
         self._versions: dict[int, _Version] = {}
         self._dropped_versions: set[int] = set()
         self._parts: dict[Key, OpenPart] = {}
-        self._damaged: dict[Key, str] = {}
+        self._damage: dict[Key, str] = {}
         self._open_lock = threading.Lock()
         self._lock = threading.Lock()
         self._num_finished = 0
-        self._cancelled: dict[str, None] = {}
+        self._cancelled_calls: dict[str, None] = {}
 
     def open(self, assignments: Sequence[ShardAssignment]) -> str:
         """Open every shard of the assignments beside the open ones; return `instance_id`.
@@ -189,7 +189,7 @@ class ShardSearcher:
             self._versions.pop(version, None)
             keys = {key for one in self._versions.values() for key in one.by_key()}
             self._parts = {key: part for key, part in self._parts.items() if key in keys}
-            self._damaged = {key: reason for key, reason in list(self._damaged.items()) if key in keys}
+            self._damage = {key: reason for key, reason in list(self._damage.items()) if key in keys}
 
     def health(self) -> list[str]:
         """Return the digests of the shards that are open now; also answers during a search."""
@@ -201,13 +201,13 @@ class ShardSearcher:
         return {key: part.files for key, part in list(self._parts.items())}
 
     def damaged_keys(self) -> list[Key]:
-        return list(self._damaged)
+        return list(self._damage)
 
     def withdraw(self, key: Key, files: tuple[OpenFile, ...], reason: str) -> None:
         """Release a part whose files have changed since they were opened, and mark it as damaged."""
         with self._lock:
             if key in self._parts and self._parts[key].files is files:
-                self._damaged[key] = reason
+                self._damage[key] = reason
                 del self._parts[key]
 
     def reopen(self, key: Key) -> bool:
@@ -217,12 +217,12 @@ class ShardSearcher:
                 try:
                     self._open(version, part)
                 except (MvrRayError, OSError) as error:
-                    self._damaged[key] = str(error)
+                    self._damage[key] = str(error)
                     return False
                 index, number = version.manifest.index, version.manifest.version
                 log.info("shard open again: index=%s version=%d shard=%d", index, number, part.entry.shard)
                 return True
-        self._damaged.pop(key, None)
+        self._damage.pop(key, None)
         return True
 
     def heartbeat(self) -> Heartbeat:
@@ -277,7 +277,7 @@ class ShardSearcher:
         own = self._get_version(version)
         for shard, names in ids.items():
             try:
-                answer.views.update(self._get_open(own, shard, call).embedded.find(names))
+                answer.views.update(self._get_open(own, shard, call).embeddings.find(names))
             except _DamagedError as error:
                 answer.failures.append(ShardFailure((shard,), "damaged", str(error)))
         self._num_finished += 1
@@ -286,9 +286,9 @@ class ShardSearcher:
     def cancel(self, call: str) -> None:
         """Skip this call if it has not begun."""
         with self._lock:
-            self._cancelled[call] = None
-            while len(self._cancelled) > MAX_CANCELLED:
-                del self._cancelled[next(iter(self._cancelled))]
+            self._cancelled_calls[call] = None
+            while len(self._cancelled_calls) > MAX_CANCELLED:
+                del self._cancelled_calls[next(iter(self._cancelled_calls))]
 
     def probe(self, version: int | None = None) -> list[int]:
         """Search the open shards of one version, or of all, for one query; return the number of hits of each."""
@@ -303,7 +303,7 @@ class ShardSearcher:
         return counts
 
     def _mask(self, version: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | None:
-        if not filter or not open_shard.embedded.num_passages:
+        if not filter or not open_shard.embeddings.num_passages:
             return None
         try:
             mask_P = version.masks.mask(shard, open_shard.ids, filter)
@@ -315,8 +315,8 @@ class ShardSearcher:
 
     def _is_cancelled(self, call: str) -> bool:
         with self._lock:
-            is_cancelled = call in self._cancelled
-            self._cancelled.pop(call, None)
+            is_cancelled = call in self._cancelled_calls
+            self._cancelled_calls.pop(call, None)
         self._num_finished += is_cancelled
         return is_cancelled
 
@@ -354,7 +354,7 @@ class ShardSearcher:
         damaged."""
         if open_part := self._parts.get(part.key):
             return open_part.value
-        reason = self._damaged.get(part.key)
+        reason = self._damage.get(part.key)
         if reason is None:
             with logs.request_context(call.rpartition("/")[0]):
                 try:
@@ -373,12 +373,12 @@ class ShardSearcher:
                     with translate_open_errors(f"shard {part.entry.shard} of {version_name(version.manifest)}"):
                         open_part = self._read(version.manifest, part)
                 except MvrRayError as error:
-                    self._damaged[part.key] = str(error)
+                    self._damage[part.key] = str(error)
                     raise
                 with self._lock:
                     if self._is_named(part):  # else the version was dropped meanwhile
                         self._parts[part.key] = open_part
-                    self._damaged.pop(part.key, None)
+                    self._damage.pop(part.key, None)
         return open_part.value
 
     def _read(self, manifest: Manifest, part: Part) -> OpenPart:

@@ -44,7 +44,7 @@ class VersionLoader:
         self._open_version = open_version
         self._current: _Load | None = None
         self._slots = threading.Semaphore(max_waiting)
-        self._damaged: dict[int, tuple[float, StorageError]] = {}
+        self._damaged_versions: dict[int, tuple[float, StorageError]] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-load")
 
@@ -79,7 +79,7 @@ class VersionLoader:
         with self._lock:
             if self._current is not None and not self._current.future.done():
                 return self._current
-            failed_s, error = self._damaged.get(manifest.version, (0.0, None))
+            failed_s, error = self._damaged_versions.get(manifest.version, (0.0, None))
             if error is not None and time.monotonic() - failed_s < self.min_idle_s:
                 raise error
             future = self._thread.submit(self._open, manifest)
@@ -91,7 +91,7 @@ class VersionLoader:
             self._open_version(manifest)
         except StorageError as error:
             with self._lock:
-                self._damaged[manifest.version] = time.monotonic(), error
+                self._damaged_versions[manifest.version] = time.monotonic(), error
             raise
 
 
