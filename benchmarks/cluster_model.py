@@ -82,7 +82,7 @@ class Cluster:
     replicas: int = 1
     speeds: tuple[float, ...] = (1.0,)
     """Total speed of a host with 1, 2, .. jobs at work, in cores."""
-    shared: bool = False
+    is_shared: bool = False
     queue: int = 64
     batch: int = 1
     hedging: bool = True
@@ -111,32 +111,32 @@ class _Host:
 
     def __init__(self, speeds: Sequence[float]) -> None:
         self.speeds = speeds
-        self.left: dict[int, float] = {}
+        self.remaining_s: dict[int, float] = {}
         self.at_s = 0.0
         self.version = 0
 
     def advance(self, now_s: float) -> None:
-        if self.left:
+        if self.remaining_s:
             progress_s = (now_s - self.at_s) * self._rate()
-            for job in self.left:
-                self.left[job] -= progress_s
+            for job in self.remaining_s:
+                self.remaining_s[job] -= progress_s
         self.at_s = now_s
 
     def next_end_s(self) -> float | None:
-        return self.at_s + max(min(self.left.values()), 0.0) / self._rate() if self.left else None
+        return self.at_s + max(min(self.remaining_s.values()), 0.0) / self._rate() if self.remaining_s else None
 
     def _rate(self) -> float:
-        return self.speeds[min(len(self.left), len(self.speeds)) - 1] / len(self.left)
+        return self.speeds[min(len(self.remaining_s), len(self.speeds)) - 1] / len(self.remaining_s)
 
 
 class _Call:
     """One call to one replica."""
 
-    __slots__ = ("answered", "group", "query", "replica", "sent_s")
+    __slots__ = ("group", "is_answered", "query", "replica", "sent_s")
 
     def __init__(self, query: int, group: int, replica: int, sent_s: float) -> None:
         self.query, self.group, self.replica, self.sent_s = query, group, replica, sent_s
-        self.answered = False
+        self.is_answered = False
 
 
 class _Searcher:
@@ -156,13 +156,13 @@ class Simulation:
         self.cluster, self.service, self.routing = cluster, service, routing
         self.rng = np.random.default_rng(seed)
         count = cluster.groups * cluster.replicas
-        self.hosts = [_Host(cluster.speeds) for _ in range(1 if cluster.shared else count + 1)]
+        self.hosts = [_Host(cluster.speeds) for _ in range(1 if cluster.is_shared else count + 1)]
         self.searchers = [
-            [_Searcher(0 if cluster.shared else group * cluster.replicas + one) for one in range(cluster.replicas)]
+            [_Searcher(0 if cluster.is_shared else group * cluster.replicas + one) for one in range(cluster.replicas)]
             for group in range(cluster.groups)
         ]
         self.budget = HedgeBudget()
-        self.seen = [Latencies() for _ in range(cluster.groups)]
+        self.latencies = [Latencies() for _ in range(cluster.groups)]
         self.hedge_s: list[float | None] = [None] * cluster.groups
         self.answers_of = [0] * cluster.groups
         self.router_line: deque[tuple[str, int]] = deque()
@@ -195,7 +195,7 @@ class Simulation:
         one = self.hosts[host]
         one.advance(now_s)
         self.numbers += 1
-        one.left[self.numbers] = job_s
+        one.remaining_s[self.numbers] = job_s
         self.jobs[self.numbers] = whose
         self._plan(host)
 
@@ -211,8 +211,8 @@ class Simulation:
         if version != one.version:
             return
         one.advance(now_s)
-        job = min(one.left, key=lambda number: (one.left[number], number))
-        del one.left[job]
+        job = min(one.remaining_s, key=lambda number: (one.remaining_s[number], number))
+        del one.remaining_s[job]
         self._plan(host)
         whose = self.jobs.pop(job)
         if isinstance(whose, _Searcher):
@@ -281,7 +281,7 @@ class Simulation:
 
     def _hedge(self, now_s: float, query: int, group: int) -> None:
         calls = self.open.get(query, {}).get(group, [])
-        if not calls or calls[0].answered or not self.budget.take():
+        if not calls or calls[0].is_answered or not self.budget.take():
             return
         call = self._book(query, group, now_s)
         if call is not None:
@@ -296,7 +296,7 @@ class Simulation:
     def _next_call(self, now_s: float, searcher: _Searcher) -> None:
         while searcher.line and len(searcher.running) < self.cluster.batch:
             call = searcher.line.popleft()
-            if call.answered:
+            if call.is_answered:
                 searcher.waiting -= 1
             else:
                 searcher.running.append(call)
@@ -319,15 +319,15 @@ class Simulation:
 
     def _reply(self, now_s: float, call: _Call) -> None:
         group = call.group
-        self.seen[group].add(now_s - call.sent_s)
+        self.latencies[group].add(now_s - call.sent_s)
         self.answers_of[group] += 1
         if self.cluster.hedging and self.cluster.replicas > 1 and self.answers_of[group] % LOOK_AGAIN == 0:
-            self.hedge_s[group] = self.seen[group].hedge_after_s()
-        if call.answered:
+            self.hedge_s[group] = self.latencies[group].hedge_after_s()
+        if call.is_answered:
             return
         for other in self.open[call.query][group]:
-            other.answered = True
-        if all(calls[0].answered for calls in self.open[call.query].values()):
+            other.is_answered = True
+        if all(calls[0].is_answered for calls in self.open[call.query].values()):
             self._route(now_s, "merge", call.query)
 
 

@@ -39,7 +39,7 @@ class Rolling:
     """The servers that answer now, and the answers by program."""
 
     def __init__(self, folder: Path) -> None:
-        self.known = json.loads((FIXTURE / "answers.json").read_text(encoding="utf-8"))
+        self.fixture = json.loads((FIXTURE / "answers.json").read_text(encoding="utf-8"))
         self.servers: dict[str, str] = {}
         self.content_of = {1: 1, 2: 2}
         self.answers: Counter[str] = Counter()
@@ -60,11 +60,11 @@ class Rolling:
         for number in count(first):
             if self.has_ended.is_set():
                 return
-            question = number % len(self.known["questions"])
+            question = number % len(self.fixture["questions"])
             began = time.monotonic()
             for address, program in list(self.servers.items())[number % 2 :] + list(self.servers.items())[: number % 2]:
                 try:
-                    answer = post(f"{address}/v1/search", {"queries": [self.known["questions"][question]], "k": K})
+                    answer = post(f"{address}/v1/search", {"queries": [self.fixture["questions"][question]], "k": K})
                 except (OSError, urllib.error.HTTPError) as error:
                     self.errors[f"{program}: {type(error).__name__} {getattr(error, 'code', '')}".strip()] += 1
                     continue
@@ -77,7 +77,7 @@ class Rolling:
 
     def is_right(self, question: int, answer: dict[str, Any]) -> bool:
         content = self.content_of.get(answer["version"])
-        [old] = [a["hits"][question] for a in self.known["answers"] if (a["index"], a["version"]) == (INDEX, content)]
+        [old] = [a["hits"][question] for a in self.fixture["answers"] if (a["index"], a["version"]) == (INDEX, content)]
         hits = answer["results"][0]
         same = [hit["id"] for hit in hits] == [name for name, _, _ in old]
         return same and all(abs(hit["score"] - score) <= ROUNDING for hit, (_, score, _) in zip(hits, old))

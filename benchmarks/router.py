@@ -72,7 +72,7 @@ class TimedSearcher(SearcherActor):
 class Both(NamedTuple):
     """One version, behind the router and in this process."""
 
-    routed: Router
+    router: Router
     local: Router
     actors: list[Any]
 
@@ -115,18 +115,18 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
     figures = {}
     for batch, rounds in BATCHES.items():
         queries_QD = made_up.queries(batch, seed=batch)
-        mine = both.routed.search(queries_QD, K)
+        mine = both.router.search(queries_QD, K)
         assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
         [ray.get(actor.take_seconds.remote()) for actor in both.actors]
         cases = {
-            f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
+            f"{name}, router, batch {batch}": lambda q=queries_QD: both.router.search(q, K),
             f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
-            f"{name}, router by Ray's calls, batch {batch}": lambda q=queries_QD: by_ray(both.routed, q),
+            f"{name}, router by Ray's calls, batch {batch}": lambda q=queries_QD: by_ray(both.router, q),
         }
         samples = interleave(cases, rounds=rounds, warm=2)
         part.add(samples, batch)
         router_s, local, slower = samples.values()
-        alone = in_a_row(lambda q=queries_QD: both.routed.search(q, K), rounds)
+        alone = in_a_row(lambda q=queries_QD: both.router.search(q, K), rounds)
         part.add({f"{name}, router alone, batch {batch}": alone}, batch)
         own = [seconds[-rounds:] for seconds in ray.get([actor.take_seconds.remote() for actor in both.actors])]
         for number, seconds in enumerate(own, 1):
@@ -144,7 +144,7 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
 
 class ClientLoad(NamedTuple):
     latencies: list[float]
-    missed: int
+    misses: int
     seconds: float
 
     @property
@@ -153,7 +153,7 @@ class ClientLoad(NamedTuple):
 
     def facts(self) -> dict[str, float]:
         at = np.quantile(self.latencies, [0.5, 0.99])
-        return {"queries/s": self.rate, "p50 ms": 1e3 * at[0], "p99 ms": 1e3 * at[1], "missed": self.missed}
+        return {"queries/s": self.rate, "p50 ms": 1e3 * at[0], "p99 ms": 1e3 * at[1], "missed": self.misses}
 
 
 def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> ClientLoad:
@@ -181,9 +181,9 @@ def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float
 
 def loads(part: Part, both: Both) -> None:
     """Run the same clients with and without batching, in turn."""
-    together = DynamicBatcher(both.routed.fleet)
-    batching_router = Router(both.routed.store, both.routed.manifest, together)
-    cases = {"one by one": both.routed, "coalesced": batching_router}
+    together = DynamicBatcher(both.router.fleet)
+    batching_router = Router(both.router.store, both.router.manifest, together)
+    cases = {"one by one": both.router, "coalesced": batching_router}
     runs: dict[str, list[ClientLoad]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, router in cases.items():
@@ -195,13 +195,13 @@ def loads(part: Part, both: Both) -> None:
             print(name, runs[name][-1].facts(), flush=True)
     for name, many in runs.items():
         seconds = sum(one.seconds for one in many)
-        total = ClientLoad([s for one in many for s in one.latencies], sum(m.missed for m in many), seconds)
+        total = ClientLoad([s for one in many for s in one.latencies], sum(m.misses for m in many), seconds)
         part.facts[f"{CLIENTS} clients, {name}, queries/s of each round"] = ", ".join(f"{one.rate:.1f}" for one in many)
         part.facts[f"{CLIENTS} clients of one query each, {name}"] = total.facts()
     size = together.searches / together.calls
     part.facts["searches put together, mean"] = size
     gain = statistics.median(b.rate / a.rate for a, b in zip(*runs.values()))
-    misses = sum(one.missed for one in runs["coalesced"])
+    misses = sum(one.misses for one in runs["coalesced"])
     what = f"deadlines of {DEADLINE_S:g} s missed by coalesced searches of {CLIENTS} clients"
     part.bars.append(Bar(what, misses, 0, at_least=False, unit="missed"))
     part.bars.append(Bar(f"searches that one call answers with {CLIENTS} clients, mean", size, 2, unit="searches"))
@@ -222,7 +222,7 @@ def main() -> None:
             table[name] = compare(part, both, name)
             if shards == 4:
                 loads(part, both)
-            remote.drop(both.routed.manifest.version)
+            remote.drop(both.router.manifest.version)
     for name, figures in table.items():
         for what in ("over in process", "ms over the slowest searcher", "slowest searcher, ms"):
             part.facts[f"{name} searchers, {what}"] = {f"batch {b}": t[what] for b, t in figures.items()}

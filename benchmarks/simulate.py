@@ -194,7 +194,7 @@ def bars(checks: list[Check]) -> list[Bar]:
     def worst(group: list[Check], share: float) -> float:
         return max((max(check.ratio(share), 1 / check.ratio(share)) for check in group), default=1.0)
 
-    alone = [check for check in checks if "idle" in check.what and not check.calibrated]
+    alone = [check for check in checks if "idle" in check.what and not check.is_calibrated]
     busy = [check for check in checks if "idle" not in check.what]
     return [
         Bar("idle p50 of 2 and 4 searchers: predicted and measured apart, worst", worst(alone, 0.5), 1.25, False),

@@ -65,7 +65,7 @@ class Check(NamedTuple):
     """Measured latencies of queries, and their prediction from measurements of the same round."""
 
     what: str
-    calibrated: bool
+    is_calibrated: bool
     rounds: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
 
     @property
@@ -246,7 +246,7 @@ def predict_latencies(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Predict the latencies of such a cluster alone, and under the arrivals that it got."""
     speeds = (1.0, one.own.two_cores) if searchers > 1 else calibration.speeds
-    cluster = Cluster(searchers, speeds=speeds, shared=True)
+    cluster = Cluster(searchers, speeds=speeds, is_shared=True)
     service = Service(
         calibration.fixed_s + calibration.own_s, calibration.scan.one_s / searchers, 0.0, calibration.scan.spread
     )

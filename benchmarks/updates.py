@@ -89,7 +89,7 @@ class Cost(NamedTuple):
     cpu_s: float
     written_bytes: int
     changed_bytes: int
-    encoded: int
+    num_encoded: int
 
     @property
     def seconds(self) -> float:
@@ -192,7 +192,7 @@ class Corpora:
         self.config = folder / "run.yaml"
         self.config.write_text(yaml.safe_dump(self.values))
         self.store = Store(self.run.store.path)
-        self.used = 0
+        self.num_used = 0
 
     def build(self) -> dict[str, float]:
         """Prepare the corpus, stage synthetic views and index them; return the seconds of each but the staging."""
@@ -214,13 +214,13 @@ class Corpora:
         real = max(1, min(self.passages, 20_000))
         passages = []
         for number in range(count):
-            title, text = self.texts[(self.used + number) * 7 % real]
-            row = (number * step + self.used) % self.passages
+            title, text = self.texts[(self.num_used + number) * 7 % real]
+            row = (number * step + self.num_used) % self.passages
             passages.append(
-                Passage(name(row), title, f"{text.partition('. ')[2] or text} Edited {self.used + number}.")
+                Passage(name(row), title, f"{text.partition('. ')[2] or text} Edited {self.num_used + number}.")
             )
-        self.used += count + 1
-        file = self.folder / f"changes-{self.used}.jsonl"
+        self.num_used += count + 1
+        file = self.folder / f"changes-{self.num_used}.jsonl"
         rows = (json.dumps({"id": one.id, "title": one.title, "text": one.text}) + "\n" for one in passages)
         file.write_text("".join(rows))
         return file, passages
@@ -355,14 +355,16 @@ def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encod
         part.add({f"{share} of {passages:,} changed, {way}": [cost.seconds]}, count)
         part.facts[f"{share}, {way}"] = (
             f"{', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in cost.stages.items())}; "
-            f"{cost.cpu_s:.1f} s of processors; {cost.encoded:,} passages encoded; "
+            f"{cost.cpu_s:.1f} s of processors; {cost.num_encoded:,} passages encoded; "
             f"{cost.written_bytes / 1e6:.1f} MB written for {cost.changed_bytes / 1e6:.2f} MB of changed rows"
         )
         limit = TIMES_BYTES * cost.changed_bytes + MORE_BYTES
         megabytes = cost.written_bytes / 1e6
         what, note = f"{share}, {way}: bytes written", "" if cost.written_bytes <= limit else REWRITTEN
         part.bars.append(Bar(what, megabytes, limit / 1e6, at_least=False, unit="MB", note=note))
-        part.bars.append(Bar(f"{share}, {way}: passages encoded", cost.encoded, count, at_least=False, unit="passages"))
+        part.bars.append(
+            Bar(f"{share}, {way}: passages encoded", cost.num_encoded, count, at_least=False, unit="passages")
+        )
     part.add({f"{share} of {passages:,}, {alone_name}": [encoding.clock]}, count)
     many = f", from those of {ENCODED_ALONE:,} contents" if count > ENCODED_ALONE else ""
     part.facts[f"{share}, {alone_name}"] = f"{encoding.clock:.1f} s, {encoding.cpu:.1f} s of processors{many}"

@@ -19,7 +19,7 @@ class PageParser(HTMLParser):
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.rows: list[str] = []
         self.text = ""
-        self.unclosed: list[str] = []
+        self.open_tags: list[str] = []
         self.feed(text)
         self.close()
 
@@ -28,10 +28,10 @@ class PageParser(HTMLParser):
         if tag == "tr":
             self.rows.append("")
         if tag not in VOID:
-            self.unclosed.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag) -> None:
-        assert self.unclosed.pop() == tag
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data) -> None:
         self.text += data
@@ -70,7 +70,7 @@ def test_text_never_becomes_markup_and_is_all_there() -> None:
     page = PageParser(render_html(make(text=EVIL, question=f"Who {EVIL}?")))
     assert not {tag for tag, _ in page.elements} & {"script", "img"}
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert page.unclosed == []
+    assert page.open_tags == []
     for text in (EVIL, f"Title {EVIL}", f"Who {EVIL}?", "p<1>"):
         assert text in page.text
 

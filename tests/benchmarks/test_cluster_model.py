@@ -57,8 +57,8 @@ def test_more_nodes_for_the_same_index_are_never_slower(rate, seed):
 
 def test_searchers_that_share_cores_take_turns_at_them():
     alone_s = simulate(Cluster(4, speeds=(1.0, 2.0)), Service(0, 0.1), np.zeros(1)).latency_Q[0]
-    shared_s = simulate(Cluster(4, speeds=(1.0, 2.0), shared=True), Service(0, 0.1), np.zeros(1)).latency_Q[0]
-    hampered_s = simulate(Cluster(4, speeds=(1.0, 1.5), shared=True), Service(0, 0.1), np.zeros(1)).latency_Q[0]
+    shared_s = simulate(Cluster(4, speeds=(1.0, 2.0), is_shared=True), Service(0, 0.1), np.zeros(1)).latency_Q[0]
+    hampered_s = simulate(Cluster(4, speeds=(1.0, 1.5), is_shared=True), Service(0, 0.1), np.zeros(1)).latency_Q[0]
     assert (alone_s, shared_s, hampered_s) == pytest.approx((0.1, 0.2, 0.4 / 1.5))
 
 

@@ -108,7 +108,7 @@ class History:
         """By name."""
         self.acknowledged_updates: list[str] = []
         self.acknowledged_files: list[str] = []
-        self.acknowledged: dict[int, Manifest] = {}
+        self.acknowledgments: dict[int, Manifest] = {}
         self.answers: list[Answer] = []
         self.config = PrepareConfig(
             corpus=CORPUS,
@@ -240,8 +240,10 @@ class History:
                     self._acknowledge(manifest.rollback(store, INDEX, to))
 
     def _acknowledge(self, version: Manifest) -> None:
-        assert version.version not in self.acknowledged, f"version {version.version} was acknowledged to two publishers"
-        self.acknowledged[version.version] = version
+        assert version.version not in self.acknowledgments, (
+            f"version {version.version} was acknowledged to two publishers"
+        )
+        self.acknowledgments[version.version] = version
 
     @staticmethod
     def _damage(store: Store, version: Manifest) -> list[manifest.Problem]:
@@ -249,7 +251,7 @@ class History:
         return [one for one in verify(store, version).problems if "encoder" not in one.path]
 
     def read(self, store: Store) -> None:
-        known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
+        known_before, turns = max(self.acknowledgments, default=0), len(self.schedule.turns)
         live = manifest.read(store, INDEX)
         self._ask(Router(store, live, LocalSearchers(_searcher_task(store, live))), known_before, turns)
 
@@ -258,7 +260,7 @@ class History:
         servers: list[HotSwapRouter] = []
 
         def serve(store: Store) -> None:
-            known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
+            known_before, turns = max(self.acknowledgments, default=0), len(self.schedule.turns)
             if not servers:
                 live = manifest.read(store, INDEX)
                 servers.append(HotSwapRouter(store, live, LocalSearchers(_searcher_task(store, live))))
@@ -335,10 +337,10 @@ class History:
     def _judge_end(self) -> None:
         store, has_leapt = Store(self.address), self.schedule.clock_s > 0
         for number in manifest.list_versions(store, INDEX):
-            if number in self.acknowledged:
-                assert manifest.read(store, INDEX, number) == self.acknowledged[number]
+            if number in self.acknowledgments:
+                assert manifest.read(store, INDEX, number) == self.acknowledgments[number]
         live = manifest.read(store, INDEX)
-        assert has_leapt or live.version >= max(self.acknowledged)
+        assert has_leapt or live.version >= max(self.acknowledgments)
         if not has_leapt:  # then a version may be torn, and its publisher was told
             problems = self._damage(store, live)
             assert not problems, problems

@@ -90,7 +90,7 @@ class Actor:
         self.work = work
         self.pace = pace
         self.turn = threading.Semaphore(0)
-        self.ended = False
+        self.has_ended = False
         self.is_killed = False
         self.until: dict[str, int] = {}
         """Turn up to which a fault lasts, by its name."""
@@ -132,7 +132,7 @@ class Schedule:
         threads = [threading.Thread(target=self._act, args=(actor,), daemon=True) for actor in actors]
         for thread in threads:
             thread.start()
-        while remaining := [actor for actor in actors if not actor.ended]:
+        while remaining := [actor for actor in actors if not actor.has_ended]:
             weights = [self._weight(actor) for actor in remaining]
             [next_actor] = self.draw.choices(remaining, weights if any(weights) else None)
             next_actor.turn.release()
@@ -152,7 +152,7 @@ class Schedule:
             actor.work()
         except BaseException as error:  # noqa: BLE001  the model says which of them may be
             actor.error = error
-        actor.ended = True
+        actor.has_ended = True
         self._waiting.release()
 
     def call(self, call: Call) -> Any:

@@ -51,7 +51,7 @@ class RecordedHistory(History):
 
     def __init__(self, folder: Path, seed: int, syncs: frozenset[str], num_kills: int = 2) -> None:
         self.disk = DiskRecorder(folder / "store", syncs)
-        self.told = [Acknowledgment(0, False, {}, [])]
+        self.history = [Acknowledgment(0, False, {}, [])]
         self.is_prepared = False
         with self.disk.recording():
             super().__init__(folder, str(self.disk.root), seed, frozenset())
@@ -86,16 +86,18 @@ class RecordedHistory(History):
         super().index(store, whole)
 
     def _note(self) -> None:
-        self.told.append(Acknowledgment(self.disk.now, True, dict(self.acknowledged), list(self.acknowledged_updates)))
+        self.history.append(
+            Acknowledgment(self.disk.now, True, dict(self.acknowledgments), list(self.acknowledged_updates))
+        )
 
     def judge(self, time: int, draw: random.Random, folder: Path) -> None:
         """Judge what a power failure after call number `time` may leave; raises what is wrong with it."""
         self.disk.write_state(time, draw, folder)
-        acknowledgment = [one for one in self.told if one.time <= time][-1]
+        acknowledgment = [one for one in self.history if one.time <= time][-1]
         after = copy.copy(self)
-        after.address, after.draw, after.told = str(folder), draw, []
+        after.address, after.draw, after.history = str(folder), draw, []
         after.changes, after.answers = dict(self.changes), []
-        after.acknowledged, after.acknowledged_updates = dict(acknowledgment.versions), list(acknowledgment.updates)
+        after.acknowledgments, after.acknowledged_updates = dict(acknowledgment.versions), list(acknowledgment.updates)
         store = Store(folder)
         if acknowledgment.is_prepared:
             for shard in range(SHARDS):

@@ -43,7 +43,7 @@ class NameChange:
     moved_from: str = ""
     after: "NameChange | None" = None
     """What must have happened for this one to happen: the new name of a file that was moved to another folder."""
-    synced: float = inf
+    sync_time: float = inf
 
 
 class Content(NamedTuple):
@@ -101,8 +101,8 @@ class DiskRecorder:
         node = ROOT if what.st_ino == self.root.stat().st_ino else self._node_of.get(what.st_ino)
         if node in self._folders and "folder" in self.syncs:
             for change in self.changes:
-                if change.folder == node and change.synced == inf:
-                    change.synced = self.now
+                if change.folder == node and change.sync_time == inf:
+                    change.sync_time = self.now
         elif node is not None and not stat.S_ISDIR(what.st_mode) and "file" in self.syncs:
             [path] = self._paths_of(node)[:1]
             self.contents[node].append(Content(self.now, path.read_bytes(), True))
@@ -173,7 +173,7 @@ class DiskRecorder:
             if change.time > time:
                 break
             survives = change.time <= moment if is_ordered else draw is not None and draw.random() < share
-            if (change.synced <= time or survives) and change.after in survivors:
+            if (change.sync_time <= time or survives) and change.after in survivors:
                 survivors.add(change)
                 names = tree[change.folder]
                 names.pop(change.moved_from, None)

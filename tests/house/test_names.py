@@ -25,6 +25,20 @@ EXCEPTIONS = {
     "expected": "the usual word for the independent side of a comparison",
 }
 """Bare participles that stay, each with its reason."""
+FIELD_EXCEPTIONS = {
+    **dict.fromkeys(("added", "replaced", "unchanged", "deleted"), "keys of the report of an update"),
+    **dict.fromkeys(("asked", "chosen", "labelled", "restored", "stopped", "tried"), "keys of the steps of a study"),
+    **dict.fromkeys(("certified", "rescored"), "keys of every answer over HTTP"),
+    **dict.fromkeys(("checked", "removed"), "keys of the reports of `rollback` and `collect`"),
+    "collapsed": "a key of the report of a training",
+    "created": "a key of every manifest",
+    "damaged": "a key of the report of `repair`",
+    "dropped": "a key of the notes on shards in the staging folder",
+    "measured": "a key of the results of benchmarks",
+    "published": "a key of the report of a refinement",
+    "tied": "a setting of the run file",
+}
+"""Fields that stay since their names are stored, or are in the API."""
 SUBJECT_WITHOUT_VERB = re.compile(
     "(does|do|everything|from|how|in|nobody|nothing|of|something|what|when|where|whether|which|who|whose|why)\\b", re.I
 )
@@ -49,14 +63,16 @@ def is_bare_participle(name: str) -> bool:
 
 
 def bare_participles(folder: Path) -> Counter[str]:
-    """How many functions, parameters, classes and locals have each name that is a bare participle.
+    """How many functions, parameters, classes, locals and attributes have each name that is a bare participle.
 
-    Fields of classes and names of modules are not in it.
+    Names of modules are not in it.
     """
     names: Counter[str] = Counter()
     for _, tree in modules(folder):
         for name in [*defined_names(tree), *local_names(tree, is_function=False)]:
             names[name] += is_bare_participle(name)
+        for name in attribute_names(tree):
+            names[name] += is_bare_participle(name) and name not in FIELD_EXCEPTIONS
     return +names
 
 
@@ -79,6 +95,17 @@ def local_names(node: ast.AST, is_function: bool) -> Iterator[str]:
             yield child.id
         is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension)
         yield from local_names(child, is_scope or (is_function and not isinstance(child, ast.ClassDef)))
+
+
+def attribute_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the fields of classes, and of the attributes that are set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for child in node.body:
+                targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def repeated_classes(folder: Path) -> Counter[str]:
@@ -147,6 +174,8 @@ def test_the_rules_find_what_they_forbid_and_pass_what_they_allow() -> None:
         "class A:\n a: int = 1\n def b(c):\n  d = [e for e in c]\n  with c as f: (g := d)\n  return lambda h: h\ni = 2"
     )
     assert sorted([*defined_names(tree), *local_names(tree, is_function=False)]) == list("Abcdefgh")
+    tree = ast.parse("class A:\n a: int = 1\n b = 2\n def c(self):\n  self.d, e.f = 3, self.g\n  h = 4")
+    assert sorted(attribute_names(tree)) == list("abdf")
     for line in ("The header of a frame.", "Bytes of both towers.", "Passages to plan for.", "Whether it is.", "`k`"):
         assert NO_VERB.match(line), line
     for line in ("Return the header.", "Warn of a value.", "Pass all on.", "Number the rows.", "Leave `of` a view."):

@@ -332,7 +332,7 @@ class ScriptedServer(ThreadingHTTPServer):
     def __init__(self, script: list[tuple[int, dict[str, str], bytes]]) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.script = script
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -350,8 +350,8 @@ class _Answers(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        self.server.asked.append(f"{self.command} {self.path}")
-        status, headers, body = self.server.script[min(len(self.server.asked), len(self.server.script)) - 1]
+        self.server.requests.append(f"{self.command} {self.path}")
+        status, headers, body = self.server.script[min(len(self.server.requests), len(self.server.script)) - 1]
         self.send_response(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
@@ -378,7 +378,7 @@ def test_what_a_server_could_not_do_then_is_asked_again() -> None:
     script = [(503, {}, error("overloaded")), (502, {}, b"<html>"), (504, {}, error("timeout")), (200, {}, FINE)]
     with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         assert client.search(["nile"]).version == 3
-        assert len(server.asked) == 4
+        assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 302])
@@ -387,7 +387,7 @@ def test_no_other_status_is_asked_again(status) -> None:
     with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         with pytest.raises(RefusedError if 400 <= status < 500 else UnavailableError) as refusal:
             client.search(["nile"])
-        assert (refusal.value.status, len(server.asked)) == (status, 1)
+        assert (refusal.value.status, len(server.requests)) == (status, 1)
 
 
 def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
@@ -401,7 +401,7 @@ def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
             start_s = time.monotonic()
             client.search(["nile"], timeout_s=20)
         assert time.monotonic() - start_s < 20
-        assert (refusal.value.code, len(server.asked)) == ("overloaded", 1)
+        assert (refusal.value.code, len(server.requests)) == ("overloaded", 1)
 
 
 def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
@@ -412,7 +412,7 @@ def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
         with closing(ScriptedServer([(status, {}, error(code)), (200, {}, ROLLED)])) as server:
             with Client(server.address) as client, pytest.raises(UnavailableError):
                 client.rollback(1)
-            assert len(server.asked) == 1
+            assert len(server.requests) == 1
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
@@ -449,7 +449,7 @@ def test_closing_ends_the_calls_of_other_threads(monkeypatch) -> None:
                 Client(f"http://127.0.0.1:{hanging.getsockname()[1]}", timeout_s=600),
                 lambda: connections.append(hanging.accept()),
             ),
-            (Client(server.address, timeout_s=600), lambda: until(lambda: server.asked)),
+            (Client(server.address, timeout_s=600), lambda: until(lambda: server.requests)),
             (Client.over(SearchService(stuck, ServeConfig()), timeout_s=600), search_start.wait),
         ]
         for client, wait_for_call in clients:
@@ -467,7 +467,7 @@ def test_closing_an_async_client_ends_a_call_that_would_send_again() -> None:
     async def close_meanwhile(server: ScriptedServer) -> None:
         client = AsyncClient(server.address, timeout_s=600)
         call = asyncio.create_task(client.search(["nile"]))
-        await asyncio.to_thread(until, lambda: server.asked)
+        await asyncio.to_thread(until, lambda: server.requests)
         await client.close()
         with pytest.raises(UnreachableError):
             await call
@@ -498,7 +498,7 @@ def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
 
 def test_a_server_that_starts_late_is_found() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers, bind_and_activate=False) as server:
-        server.script, server.asked = [(200, {}, READY)], []
+        server.script, server.requests = [(200, {}, READY)], []
         server.server_bind()
 
         def start_late() -> None:
