@@ -35,8 +35,8 @@ QUESTIONS = 79_168
 """Of a refinement round: those of Natural Questions' training set (Karpukhin et al. 2020, table 1). Each labels the
 first passage that answers it, so no more passages than these are updated."""
 EXAMPLE_PRICE = 0.5
-"""Of a node an hour, to show how money is reckoned. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is asked of
-whoever lends it, and given by `--node-price`."""
+"""Of a node an hour, to show how the cost is calculated. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is the
+provider's price, given by `--node-price`."""
 CROWDED = (
     "two cores of this virtual machine share a core's ports and bandwidth or do not, by the minute; each ratio is the "
     "median of three rounds. Runs differ: 1.16 to 1.44, with p90 1.13 to 1.48."
@@ -186,7 +186,7 @@ def example(world: World, uses: dict[str, float]) -> str:
     price = world.node_price or EXAMPLE_PRICE
     terms = " + ".join(f"{use:.4g} ({name})" for name, use in parts.items())
     whole = sum(parts.values())
-    whose = "of --node-price" if world.node_price else "an hour for the sake of the example, nobody's price"
+    whose = "of --node-price" if world.node_price else "an hour for the sake of the example, not a real price"
     return f"({terms}) node hours x {price:g} {whose} = {whole:.4g} x {price:g} = {whole * price:.4g}"
 
 
@@ -211,7 +211,7 @@ def predict(part: Part, world: World, calibration: Calibration, scans: dict[str,
         for name, rate in rates.items()
     }
     missing = [name for name in KNOWN if name not in rates]
-    part.facts["rates that nobody has measured"] = "; ".join(missing) or "none"
+    part.facts["rates that are not measured"] = "; ".join(missing) or "none"
     part.facts["predicted hours"] = hours
     part.facts["predicted hours of a refinement round"] = refine
     for name, figures in answers(world, scans, calibration).items():

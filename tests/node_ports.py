@@ -8,7 +8,7 @@ WORKER_PORTS = range(10002, 20000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, outside those that Ray gives to its workers."""
+    """Ports on which no process listens now, outside those that Ray gives to its workers."""
     ports: list[int] = []
     with ExitStack() as stack:
         while len(ports) < count:

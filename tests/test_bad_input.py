@@ -33,11 +33,11 @@ from mvr_ray.types import Question
 
 NUM_PASSAGES = 12
 pytestmark = pytest.mark.usefixtures("without_ray")
-Said = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Said:
+def command(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Runs `mvr-ray` with these words; gives (exit status, stdout, the last line of stderr)."""
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -73,7 +73,7 @@ def passages(count: int = NUM_PASSAGES) -> str:
 # --- sources -----------------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_is_named(command: RunCommand, tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
     message = f"mvr-ray: source {path} does not exist ({path}); correct its path"
     assert command("prepare", run_file(tmp_path)) == (1, "", message)
@@ -81,7 +81,7 @@ def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("words", [("index", "NAME"), ("init", "NAME"), ("init", "FOLDER", "--output", "NAME")])
 def test_a_name_longer_than_the_file_system_has_is_refused(
-    command: Said, tmp_path: Path, words: tuple[str, ...]
+    command: RunCommand, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "a.txt").write_text("Some words.")
     long_name = tmp_path / ("n" * 300)
@@ -103,7 +103,7 @@ def test_a_name_longer_than_the_file_system_has_is_refused(
     ],
 )
 def test_a_path_without_permission_is_named(
-    command: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, expected: tuple[int, str]
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, expected: tuple[int, str]
 ) -> None:
     run_file(tmp_path)
     vault = tmp_path / "vault"
@@ -123,7 +123,7 @@ def test_a_path_without_permission_is_named(
 
 
 @pytest.mark.parametrize("count", ["-4", "9" * 400])
-def test_a_number_of_passages_that_no_corpus_has_is_refused(command: Said, tmp_path: Path, count: str) -> None:
+def test_a_number_of_passages_that_no_corpus_has_is_refused(command: RunCommand, tmp_path: Path, count: str) -> None:
     status, _, err = command("plan", run_file(tmp_path), f"--passages={count}")
     assert status == 2 and f"plan needs 1 to 1,000,000,000,000 passages, not {count[:20]};" in err
 
@@ -138,7 +138,7 @@ def test_a_number_of_passages_that_no_corpus_has_is_refused(command: Said, tmp_p
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
-    command: Said, tmp_path: Path, row: str, reason: str
+    command: RunCommand, tmp_path: Path, row: str, reason: str
 ) -> None:
     path = tmp_path / "passages.tsv"
     path.write_text(passages(3) + row + "\n")
@@ -156,7 +156,7 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
 
 @pytest.fixture(scope="module")
 def indexed_folder(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: Path) -> Path:
-    """A folder with run.yaml and a store with version 1; nobody may change it."""
+    """A folder with run.yaml and a store with version 1; no test may change it."""
     folder = tmp_path_factory.mktemp("bad-input")
     (folder / "passages.tsv").write_text(passages())
     with pytest.MonkeyPatch.context() as patch, session.staying_local():
@@ -191,7 +191,7 @@ def config(indexed_folder: Path, tiny_backbone: Path, tmp_path: Path) -> str:
         ),
     ],
 )
-def test_a_backbone_that_does_not_exist_is_named(command: Said, config: str, backbone: str, message: str) -> None:
+def test_a_backbone_that_does_not_exist_is_named(command: RunCommand, config: str, backbone: str, message: str) -> None:
     assert command("index", config, f"encoder.backbone={backbone}") == (2, "", f"mvr-ray: {message}")
 
 
@@ -200,7 +200,7 @@ def encoder_folder(store: Path) -> Path:
     return store / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)
 
 
-def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, config: str, tmp_path: Path) -> None:
+def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: RunCommand, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     shutil.rmtree(folder.parent)
     assert command("search", config, "which river?") == (
@@ -212,7 +212,7 @@ def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, confi
 
 
 @pytest.fixture
-def without_cluster(command: Said, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, ...]], str]:
+def without_cluster(command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[str, ...]], str]:
     """The last line on stderr of a command in a process that is in no cluster.
 
     Nothing listens where its cluster should be: a command that joins it before it looks for its inputs says that.
@@ -271,7 +271,9 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(
     assert without_cluster(("search", config, "which river?")).startswith(f"mvr-ray: {listens}")
 
 
-def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
+def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(
+    command: RunCommand, config: str, tmp_path: Path
+) -> None:
     folder = encoder_folder(tmp_path / "store")
     file = folder / paths.ENCODER_JSON
     description = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
@@ -289,7 +291,7 @@ def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Sai
 
 
 def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
-    command: Said, config: str, tmp_path: Path
+    command: RunCommand, config: str, tmp_path: Path
 ) -> None:
     folder = encoder_folder(tmp_path / "store")
     [weights] = folder.rglob("model.safetensors")
@@ -300,7 +302,7 @@ def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
 
 
 def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
-    command: Said, config: str, tmp_path: Path
+    command: RunCommand, config: str, tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path / "store"))
     first = manifest.read(store, "index")
@@ -316,7 +318,9 @@ def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
     assert command("search", config, "which river?")[0] == 0
 
 
-def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, config: str, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_by_search_and_verify_and_named(
+    command: RunCommand, config: str, tmp_path: Path
+) -> None:
     store = Store(str(tmp_path / "store"))
     entry = manifest.read(store, "index").shards[1]
     name = f"{paths.shard_dir('index', entry.digest)}/{paths.EMBEDDINGS}"
@@ -336,7 +340,7 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, c
     )
 
 
-def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) -> None:
+def test_verify_ends_with_a_verdict(command: RunCommand, config: str, tmp_path: Path) -> None:
     status, out, _ = command("versions", config, "verify")
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.arrow"))
     last = f"whole: 4 files, {num_bytes / 1000:.3g} kB, each equal to its digest"
@@ -351,7 +355,7 @@ def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) 
 
 
 def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
-    command: Said, config: str, tmp_path: Path
+    command: RunCommand, config: str, tmp_path: Path
 ) -> None:
     corpus = only_corpus(Store(str(tmp_path / "store")))
     write_questions(corpus, "asked", [Question("q", "which river ends in lake 3?", positive_ids=("p3",))])
@@ -370,7 +374,7 @@ def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
     )
 
 
-def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_manifest_is_found(command: RunCommand, config: str, tmp_path: Path) -> None:
     file = tmp_path / "store" / paths.manifest("index", 1)
     digest = json.loads(file.read_text())["digest"]
     file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
@@ -385,7 +389,7 @@ def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_p
     assert command("search", config, "which river?") == (1, "", f"mvr-ray: {message}")
 
 
-def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str) -> None:
+def test_a_question_of_ten_thousand_words_is_answered(command: RunCommand, config: str) -> None:
     status, out, _ = command(
         "search", config, "which river ends " + "there " * 10_000, "-k", str(NUM_PASSAGES), "--json"
     )
@@ -394,7 +398,7 @@ def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str
 
 
 def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once(
-    command: Said, config: str, tmp_path: Path
+    command: RunCommand, config: str, tmp_path: Path
 ) -> None:
     questions_file = tmp_path / "asked.txt"
     questions_file.write_text("a\n" + "river " * 10_000 + "\n")
@@ -405,7 +409,7 @@ def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once
 
 
 def test_the_ending_of_a_ranking_names_its_format_unless_another_is_asked_for(
-    command: Said, config: str, tmp_path: Path
+    command: RunCommand, config: str, tmp_path: Path
 ) -> None:
     (questions_file := tmp_path / "asked.txt").write_text("which river?\n")
     for name, words in (("out.trec", []), ("out.jsonl", []), ("out.txt", []), ("other.trec", ["format=dpr"])):
@@ -416,7 +420,7 @@ def test_the_ending_of_a_ranking_names_its_format_unless_another_is_asked_for(
         assert "ctxs" in json.loads((tmp_path / name).read_text())[0]
 
 
-def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, config: str, tmp_path: Path) -> None:
+def test_an_empty_question_in_a_file_is_named_with_its_line(command: RunCommand, config: str, tmp_path: Path) -> None:
     questions_file = tmp_path / "asked.jsonl"
     questions_file.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
     words = (f"questions={questions_file}", f"output={tmp_path / 'out.json'}")
@@ -448,7 +452,9 @@ def full(folder: Path) -> Iterator[str]:
         yield os.strerror(errno.EFBIG)
 
 
-def test_a_version_that_finds_no_room_is_not_published(command: Said, indexed_folder: Path, tmp_path: Path) -> None:
+def test_a_version_without_space_on_the_disk_is_not_published(
+    command: RunCommand, indexed_folder: Path, tmp_path: Path
+) -> None:
     for folder in ("indexes", "corpora", "encoders"):
         weights = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(indexed_folder / "store" / folder, tmp_path / "store" / folder, ignore=weights)
@@ -462,7 +468,7 @@ def test_a_version_that_finds_no_room_is_not_published(command: Said, indexed_fo
 
 
 def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
-    """The record of the run cannot be written either, and is not what the user has to hear of."""
+    """The record of the run cannot be written either, and is not the error that the user needs."""
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
 
     with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"), ExitStack() as limit:

@@ -364,7 +364,7 @@ def test_an_interrupt_while_code_is_run_from_a_text_has_status_130_also_by_pytho
     assert (process.returncode, process.stderr) == (130, message)
 
 
-def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys) -> None:
+def test_an_error_that_crossed_a_ray_task_is_reported_without_its_ray_traceback(capsys) -> None:
     def command() -> None:
         raise RayTaskError(
             "read_rows", "a long traceback", DataError("file.tsv:3: row has 2 columns")

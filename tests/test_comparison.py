@@ -51,7 +51,7 @@ def test_an_interval_of_too_few_questions_is_none_and_a_warning_says_so(tmp_path
     assert caplog.messages == ["no interval, as articles agree: metrics=top-1 articles=2"]
 
 
-def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
+def test_a_large_difference_is_distinguished_from_chance(tmp_path: Path) -> None:
     first, second = ranking(tmp_path / "a.json", [2] * 60), ranking(tmp_path / "b.json", [1] * 50 + [2] * 10)
     [row] = compare(first, second, [1])
     assert row.p < 0.001

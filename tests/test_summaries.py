@@ -249,7 +249,7 @@ def test_a_summary_of_mining_says_what_questions_lack() -> None:
     ]
 
 
-def test_accuracy_by_answer_and_by_gold_passage_are_told_apart() -> None:
+def test_accuracy_by_answer_and_by_gold_passage_are_distinguished() -> None:
     by_answer = ACCURACY | {"kind": "answer", "top_1_before": 0.9}
     summary = summarize("refine", REFINED | {"accuracy": [by_answer, ACCURACY]}, WORDS)
     answer, gold = draw(summary).split("accuracy by gold, in percent")

@@ -153,7 +153,7 @@ def evaluate(
     settings, store = run.evaluate, Store(run.store.path)
     if settings.bm25 and run.index.name == BM25_SYSTEM:
         raise ConfigError(
-            f"index.name is {BM25_SYSTEM}, as BM25 in the report, so neither could be told from the other; set "
+            f"index.name is {BM25_SYSTEM}, as BM25 in the report, so the report could not distinguish them; set "
             f"evaluate.bm25=false, or index under another name"
         )
     base = manifests.read(store, run.index.name)

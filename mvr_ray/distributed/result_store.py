@@ -49,7 +49,7 @@ class ResultStore:
     def map(self, inputs: Any, batches: Sequence[str], compute: Compute) -> Iterator[str]:
         """Yield the result of each batch, in order: the stored ones, then those of `compute` for all others.
 
-        `inputs`: all else that the results depend on, as JSON, and dates. A store that cannot be written is told once.
+        `inputs`: all else that the results depend on, as JSON, and dates. An unwritable store is logged once.
         """
         digest = hashlib.sha256(json.dumps([__version__, inputs], default=str).encode())
         for batch in batches:

@@ -299,7 +299,7 @@ def test_answers_may_be_an_object_with_their_texts():
     assert question.answer_starts == (3, 1)  # offsets in the text of the first gold passage
 
 
-def test_evaluate_ranks_by_words_and_views_as_it_is_told(command_store: Path):
+def test_evaluate_ranks_by_words_and_views_as_requested(command_store: Path):
     texts = [f"Tower {n} has 9 stones" for n in range(6)]
     gold = [f"p{n}#1" for n in range(6)]
     questions = [{"question": text, "positive_ids": [name]} for text, name in zip(texts, gold)]

@@ -50,7 +50,7 @@ def test_made_views_are_near_normal_distinct_and_exact_in_halves():
     assert len(torch.unique(views_ND, dim=0)) == len(rows_N)
 
 
-def test_codes_made_on_the_device_are_as_far_from_their_views_as_is_told():
+def test_codes_made_on_the_device_are_as_far_from_their_views_as_they_report():
     views_ND = make_views(torch.arange(500), 48)
     codes_ND, scale_N1, away = make_codes(views_ND)
     decoded_ND = decode(codes_ND.numpy(), scale_N1[:, 0].numpy())

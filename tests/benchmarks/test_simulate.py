@@ -87,7 +87,7 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
     uses = {"encode, fp32": 30.0, "encode, int8": 10.0, "index": 2.0, "serve, a day": 384.0}
     formula = "(10 (encode, int8) + 2 (index) + 384 (serve, a day)) node hours x "
     assert example(World(node_price=2.0), uses) == formula + "2 of --node-price = 396 x 2 = 792"
-    assert "nobody's price = 396 x 0.5 = 198" in example(World(), uses)
+    assert "not a real price = 396 x 0.5 = 198" in example(World(), uses)
 
 
 @pytest.mark.ray

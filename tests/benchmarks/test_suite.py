@@ -116,7 +116,7 @@ def test_seconds_stand_beside_the_samples_that_were_written_last(table, tmp_path
     assert "search-avx2 is fast" in suite.collect().read_text()
 
 
-def test_a_commit_whose_files_were_changed_is_told_apart_and_is_never_on_file(table, tmp_path, monkeypatch):
+def test_a_commit_whose_files_were_changed_is_marked_and_is_never_on_file(table, tmp_path, monkeypatch):
     def git(*words: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)

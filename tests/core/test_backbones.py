@@ -64,8 +64,8 @@ NEITHER = (
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Stands in for the hub: answers every request with this status, but for `file`, which it has; None: nobody
-    listens. Gives its address."""
+    """Stands in for the hub: answers every request with this status, but for `file`, which it has; None: no
+    server listens. Yields its address."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def test_a_hub_model_that_is_an_adapter_alone_is_refused_as_such(hub):
     )
 
 
-def test_a_backbone_that_judges_texts_is_told(copy, caplog):
+def test_a_backbone_that_judges_texts_logs_a_warning(copy, caplog):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     open_tower(str(copy))

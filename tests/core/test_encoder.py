@@ -137,7 +137,7 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
     ("kind", "name"), [case for case in CASES if case[1] in ("viewers", "viewers own", "snippets", "snippets mean")]
 )
 @pytest.mark.parametrize("one_tower", [True, False])
-def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tiny, kind, name, one_tower):
+def test_viewers_are_extra_rows_of_the_embedding_table_at_the_configured_positions(tiny, kind, name, one_tower):
     """The same model with a table that has a row for each token of the passage, word or viewer and position summed, and
     nothing in its own table of positions, gives the same vectors. Where attention has a bias by distance, it is the one
     that two tokens of a plain row have that are as far apart as the positions."""

@@ -126,7 +126,7 @@ def test_what_was_not_measured_is_refused():
 def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_better(
     values: list[tuple[int, int, int]], max_rounds: int, patience: int, loss: int
 ):
-    """Rounds told one after the other until they end. Better: more labelled questions, then the gate, then earlier."""
+    """Pass rounds one after the other until they end. Better: more labelled questions, then the gate, then earlier."""
     rows = [tuple(map(float, row)) for row in values]
 
     def worth(r: int) -> tuple[float, float, int]:

@@ -1,4 +1,4 @@
-"""Encoders at rest: equal embeddings and fingerprints after loading, and damage is told."""
+"""Encoders at rest: equal embeddings and fingerprints after loading, and damage is reported."""
 
 import itertools
 import json
@@ -190,7 +190,7 @@ def test_the_fingerprint_changes_with_the_tokenizer_and_the_architecture(snapsho
         DualEncoder.load(snapshot, only_embeds)
 
 
-def test_changed_files_are_told_by_both_fingerprints(snapshot):
+def test_changed_files_are_reported_by_both_fingerprints(snapshot):
     was = DualEncoder.load(snapshot).fingerprint
     edit(snapshot, lambda data: data["spec"].update(use_title=False))
     for only_embeds in (False, True):

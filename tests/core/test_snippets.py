@@ -137,7 +137,7 @@ def test_snippets_are_ordered_disjoint_never_blank_and_hold_all_that_is_not_spac
     assert find_snippet(spans, len(text)) == find_snippet(spans, -1) == -1
 
 
-def test_sentences_are_told_from_abbreviations():
+def test_sentences_are_distinguished_from_abbreviations():
     text = (
         "Dr. J. Smith of the U.S. Army met Mr. Brown in St. Louis at 5 p.m. The meeting was short. "
         "Prices, e.g. of oil, rose 3.5 percent. Why?"

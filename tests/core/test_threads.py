@@ -189,7 +189,7 @@ def test_calibration_leaves_stdout_to_others_and_draws_nothing_on_it(tiny, capfd
     assert capfd.readouterr().out == "another thread's line\n"
 
 
-def test_a_fork_of_a_process_that_has_embedded_is_told_so_and_does_not_hang(tiny) -> None:
+def test_a_fork_of_a_process_that_has_embedded_raises_and_does_not_hang(tiny) -> None:
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC).to_precision("openvino")
     passages = encoder.tokenize_passages([PASSAGE])
     encoder.embed_passages(passages)

@@ -81,7 +81,7 @@ def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
 
 
 @pytest.mark.parametrize("repeats", [1, 20])
-def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
+def test_blocks_of_many_have_one_number_of_rows(tiny, repeats):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     passages = encoder.tokenize_passages(PASSAGES * repeats)
     todo = blocks([text.num_tokens for text in passages])
@@ -203,7 +203,7 @@ def test_gradients_are_the_sum_of_those_of_each_passage_alone(tiny, kind):
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 80))
-def test_blocks_hold_every_row_once_in_the_first_that_had_room_for_it(lengths, budget):
+def test_blocks_hold_every_row_once_in_the_first_with_space_for_it(lengths, budget):
     actual = blocks(lengths, budget)
     assert sorted(row for rows in actual for row in rows) == list(range(len(lengths)))
 

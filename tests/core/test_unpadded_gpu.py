@@ -83,7 +83,7 @@ def test_a_gpu_embeds_passages_in_bf16_without_padding_and_questions_as_ever(tin
     assert (encoder.embed_queries(["the river"]) == questions).all()
 
 
-def test_what_a_gpu_cannot_do_is_told_by_whoever_lowers_for_it(tiny, monkeypatch):
+def test_a_precision_that_a_gpu_lacks_is_refused(tiny, monkeypatch):
     bert, mpnet = (DualEncoder.from_backbone(tiny(kind), SPEC) for kind in ("bert", "mpnet"))
     with pytest.raises(EncoderError, match=r"need a CPU, and encoders have GPUs here .* bf16 is for GPUs"):
         bert.to_precision("int8", PASSAGES, gpu=True)

@@ -66,7 +66,7 @@ class Hosts:
             assert time.monotonic() < end, f"{nodes} are there, {count} nodes were to be"
 
     def cut(self) -> None:
-        """Pull the cable: no packet passes, and nobody is told."""
+        """Pull the cable: no packet passes, and no process gets an error."""
         ip("-n", self.names["other"], "link", "set", "cable", "down")
 
     def mend(self) -> None:

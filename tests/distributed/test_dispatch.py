@@ -353,10 +353,10 @@ def check_health(monitor: HealthMonitor, at_s: float, *well) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.chaos("hung searcher", "found by a probe, told as hung, replaced")
+@pytest.mark.chaos("hung searcher", "found by a probe, reported as hung, replaced")
 @pytest.mark.ray
 @pytest.mark.parametrize("freeze", [False, True], ids=["its queue stands", "its process stands"])
-def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, freeze, record_property):
+def test_a_hung_searcher_is_detected_by_its_probe_reported_and_replaced(open_with, freeze, record_property):
     with open_with() as router:
         dispatcher, (actor, other) = router.fleet.dispatcher, router.fleet.actors
         monitor = HealthMonitor(dispatcher, hung_s=30)
@@ -412,11 +412,11 @@ def test_nothing_keeps_a_replica_that_was_replaced(open_with):
 
 
 @pytest.mark.chaos(
-    "searcher killed while it searches, no replica left", "its shards are told as died; certified after its restart"
+    "searcher killed while it searches, no replica left", "its shards are reported as died; certified after its restart"
 )
 @pytest.mark.ray
 @pytest.mark.parametrize("way", WAYS)
-def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_with, record_property, way, monkeypatch):
+def test_without_a_live_replica_shards_are_reported_until_they_are_back(open_with, record_property, way, monkeypatch):
     with open_with() as router, ThreadPoolExecutor(2) as threads:
         use_transport(way, router, monkeypatch)
         target, replica = router.fleet.actors[1], router.fleet.dispatcher.groups[1][0]
@@ -434,6 +434,6 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_wit
         states = {shard.shard: shard.state for shard in lenient.result().shards}
         assert {states[shard] for shard in router.fleet.assignments[1][0].shards} == {"searched"}
         assert {states[shard] for shard in router.fleet.assignments[1][1].shards} == {"died"}
-        until(lambda: is_whole(router.search(QUERIES_QD, K, min_coverage=0.0)), 300)  # nobody said ready()
+        until(lambda: is_whole(router.search(QUERIES_QD, K, min_coverage=0.0)), 300)  # nothing called ready()
         took_s = time.monotonic() - began
-    record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")
+    record_property("figures", f"2 calls reported what died; whole again {took_s:.1f} s later")

@@ -211,7 +211,7 @@ def test_an_encoder_in_this_process_has_the_threads_of_the_run_file_else_one_a_c
 
 @pytest.mark.data
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_a_gpu_that_no_encoder_uses_is_told(empty_store, run_over, without_ray, monkeypatch, caplog, has_gpu):
+def test_a_gpu_that_no_encoder_uses_is_reported(empty_store, run_over, without_ray, monkeypatch, caplog, has_gpu):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     build_index.index(run_over(empty_store))
     assert ("CPU beside a GPU; resources.gpus_per_encoder: 1 uses it" in caplog.text) == has_gpu

@@ -150,7 +150,7 @@ def test_a_filter_that_does_not_fit_is_refused_before_a_search_is_sent(tmp_path,
         router.search(np.ones((1, D), np.float32), 3, filter={"yaer": 3})
 
 
-def test_fields_that_cannot_be_read_are_told_and_other_searches_go_on(tmp_path):
+def test_fields_that_cannot_be_read_are_reported_and_other_searches_go_on(tmp_path):
     views = random_views(30, 2)
     corpus = prepare_rows(tmp_path, random_rows(views, 2), 2)
     router = local(tmp_path, publish_random_index(tmp_path, views, 2, corpus=corpus))

@@ -253,7 +253,7 @@ def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) ->
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "in_ray"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_the_command_follows_until_it_is_told_to_end_and_says_so(
+def test_the_command_follows_until_a_signal_ends_it_and_says_so(
     run: RunConfig, source: Path, tmp_path: Path, monkeypatch, number, in_ray
 ):
     """Ray sets a handler of SIGTERM, not of SIGINT."""

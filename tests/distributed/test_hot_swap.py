@@ -240,8 +240,10 @@ def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_ot
         assert search_one(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
 
 
-@pytest.mark.chaos("three versions named in turn beside the live one", "none is read twice; the third is told to wait")
-def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_ask_again(tmp_path, run_over):
+@pytest.mark.chaos(
+    "three versions named in turn beside the live one", "none is read twice; the third gets a retry time"
+)
+def test_versions_named_in_turn_are_read_once_and_one_too_many_gets_a_retry_time(tmp_path, run_over):
     versions = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         loaded_versions, load = [], live.searchers.load
@@ -341,7 +343,7 @@ def test_a_version_that_was_live_and_that_overlapping_calls_name_takes_a_place_b
             assert live.searchers.searcher.health() == sorted(open_digests)
 
 
-def test_a_version_that_overlapping_calls_name_makes_room_for_a_new_live_version(tmp_path, run_over):
+def test_a_version_that_overlapping_calls_name_is_evicted_for_a_new_live_version(tmp_path, run_over):
     """It closes after the calls that run; those that follow wait for it, or are refused."""
     first = publish_random_index(tmp_path, VIEWS[1], SHARDS)
     limit = first.num_bytes + publish_random_index(tmp_path, VIEWS[3], SHARDS, parent=1).num_bytes
@@ -354,7 +356,7 @@ def test_a_version_that_overlapping_calls_name_makes_room_for_a_new_live_version
 
 
 @pytest.mark.chaos(
-    "a guest version that takes long to open", "its callers wait no longer than they may; live ones go on"
+    "a cached version that takes long to open", "its callers wait no longer than they may; live ones go on"
 )
 def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not_all_of_them(tmp_path, run_over):
     for number in (1, 2, 3):
@@ -440,7 +442,7 @@ def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
 
 
 @pytest.mark.chaos("no memory for the next version", "refused before a byte is read, with both numbers")
-def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over, record_property):
+def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_read(tmp_path, run_over, record_property):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     added_bytes = first.shards[1].num_bytes
     limit = first.num_bytes + added_bytes - 1
@@ -651,7 +653,9 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
         assert live_search(live, QUERIES_QD, K).exact.certified
 
 
-@pytest.mark.chaos("searcher killed while it opens the next version", "the live version goes on; the reason is told")
+@pytest.mark.chaos(
+    "searcher killed while it opens the next version", "the live version goes on; the log has the reason"
+)
 @pytest.mark.ray
 def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(
     tmp_path, run_over, ray_session, record_property
@@ -678,9 +682,11 @@ def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(
         assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
 
 
-@pytest.mark.chaos("shard damaged at rest", "told as damaged with its file; the others answer where that is allowed")
+@pytest.mark.chaos(
+    "shard damaged at rest", "reported as damaged with its file; the others answer where that is allowed"
+)
 @pytest.mark.ray
-def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
+def test_a_damaged_shard_is_reported_by_actors_and_refused_when_a_router_is_opened(
     tmp_path, run_over, ray_session, record_property
 ):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
@@ -690,7 +696,9 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
     with open_hot_swap_router(run_of(tmp_path, run_over), probe_s=3600) as live:
         answer = live_search(live, QUERIES_QD, K, min_coverage=0.0)
         assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
-        record_property("figures", f"{answer.passages_searched} of {answer.passages_total} passages searched and told")
+        record_property(
+            "figures", f"{answer.passages_searched} of {answer.passages_total} passages searched, which the answer says"
+        )
 
 
 def hold_turn(actor) -> None:

@@ -122,7 +122,7 @@ def test_a_weight_that_is_none_is_refused(lexical_index, run_over, texts, weight
 
 
 @without_ray
-def test_damaged_words_of_a_shard_are_told_and_views_are_still_searched(lexical_index, run_over, texts, tmp_path):
+def test_damaged_words_of_a_shard_are_reported_and_views_are_still_searched(lexical_index, run_over, texts, tmp_path):
     store = shutil.copytree(lexical_index, tmp_path / "store")
     version = manifest.read(Store(str(store)), "index")
     assert version.lexical

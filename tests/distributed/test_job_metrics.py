@@ -30,7 +30,7 @@ def exported_series(until: str) -> dict[str, float]:
     raise AssertionError(f"{until} never came at {address}")
 
 
-def test_outside_a_session_progress_is_told_and_nothing_is_noted(monkeypatch):
+def test_outside_a_session_progress_is_reported_and_no_metric_is_set(monkeypatch):
     monkeypatch.setattr(job_metrics.session, "in_ray", lambda: False)
     monkeypatch.setattr(job_metrics, "_gauge", None)
     reports = []

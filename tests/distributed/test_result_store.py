@@ -105,7 +105,7 @@ def test_damaged_results_and_those_of_other_inputs_are_not_taken(store, caplog):
 
 
 @pytest.mark.usefixtures("saves_at_once")
-def test_a_store_that_cannot_be_written_is_told_once(store, monkeypatch, caplog):
+def test_a_store_that_cannot_be_written_is_reported_once(store, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise PermissionError("read-only")
 

@@ -96,7 +96,7 @@ def test_an_exact_scan_without_ray_uses_the_cores_that_no_setting_and_no_session
 
 
 @pytest.mark.parametrize(("gpus", "has_gpu"), [(1, True), (1, False), (0, True)])
-def test_a_gpu_that_a_search_in_this_process_leaves_idle_is_told(tmp_path, monkeypatch, caplog, gpus, has_gpu):
+def test_a_gpu_that_a_search_in_this_process_leaves_idle_is_reported(tmp_path, monkeypatch, caplog, gpus, has_gpu):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "resources": {"gpus_per_searcher": gpus}})
     with open_searchers(run, publish_random_index(tmp_path, random_views(5, 3), 2), local=True):
@@ -602,7 +602,7 @@ def test_passages_of_another_corpus_are_refused(own_index, run_over):
 
 @pytest.mark.data
 @pytest.mark.ray
-def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
+def test_a_dead_searcher_is_reported_and_then_answers_again(small_index, run_over):
     run = run_over(small_index, resources={"searchers": 2})
     questions = ["When did the oil crisis begin?", "Who owned the radio stations?"]
     with open_router(run, local=True) as inside, open_router(run) as router:

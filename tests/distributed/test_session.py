@@ -154,7 +154,7 @@ def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message
         (cluster((1, 0), can_grow=True), [Need("encoders", 9, 1)]),
     ],
 )
-def test_a_shape_with_room_passes(info, needs):
+def test_a_cluster_with_enough_resources_passes(info, needs):
     assert require(info, needs) is None
 
 
@@ -555,17 +555,17 @@ for variables in json.load(sys.stdin):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp_path: Path):
+def test_only_a_process_with_the_token_joins_a_cluster_that_we_started(ray_session, tmp_path: Path):
     """The token of a private cluster is only in its starter's environment, and in no file of any home folder."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     token, address = os.environ["RAY_AUTH_TOKEN"], ray.get_runtime_context().gcs_address
-    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    stranger["HOME"] = str(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["HOME"] = str(tmp_path)
 
     def try_to_join(*environments: dict[str, str]) -> list[str]:
         """What a client says that has these variables, one environment after the other."""
         command, tries = [sys.executable, "-c", JOINING, address], json.dumps(environments)
-        result = subprocess.run(command, env=stranger, input=tries, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(command, env=environment, input=tries, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         assert token not in result.stdout + result.stderr
         return result.stdout.splitlines()
@@ -613,15 +613,19 @@ def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: 
     """Ray writes a token there when it starts a head; the next cluster may have none."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
-    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    stranger["HOME"] = str(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["HOME"] = str(tmp_path)
     other = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_TOKENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=stranger
+        [sys.executable, "-c", WITHOUT_TOKENS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     try:
         assert other.stdout
         address = next(line for line in other.stdout if ":" in line and " " not in line.strip()).strip()
-        result = subprocess.run([sys.executable, "-c", USING, address], env=stranger, capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-c", USING, address], env=environment, capture_output=True, text=True)
         assert result.stdout.split()[-1:] == ["3"], result.stdout + result.stderr
     finally:
         other.communicate(timeout=120)

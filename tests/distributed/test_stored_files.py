@@ -59,7 +59,7 @@ def test_an_older_store_verifies_and_answers_as_the_commit_that_wrote_it(store: 
 
 
 @pytest.mark.ray
-def test_an_older_store_is_refined_and_dealt_to_other_shards_and_its_versions_stay(store: Path, ray_session) -> None:
+def test_an_older_store_is_refined_and_resharded_and_its_versions_stay(store: Path, ray_session) -> None:
     run = run_over(store, "flat", questions="years", rounds=1, max_heldout_loss=100)
     before = manifest.read(Store(str(store)), "flat", 1)
     manifest.rollback(Store(str(store)), "flat", 1)

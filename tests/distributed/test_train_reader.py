@@ -153,7 +153,7 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
     assert hits >= 8 and nulls >= 16
 
 
-def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
+def test_random_negatives_neither_answer_nor_repeat_nor_contain_the_question_itself():
     def passage(name: str, text: str) -> Passage:
         return Passage(name, "", text)
 

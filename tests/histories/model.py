@@ -7,7 +7,7 @@
     keeper     compacts or reshards the live version, or rolls back
     collector  removes what no kept version names
     reader     opens the live version, asks it, and looks its hits up
-    server     has a version open, and moves to the newest by itself or when told to (promote); asks as a reader does
+    server     has a version open, and moves to the newest by itself or by a call (promote); asks as a reader does
 
 What a corpus should hold follows from its lists of sources and change files alone: the passages at first, each file of
 an update in its order, and each change file that was applied in the order of the names. Updates and change files are
@@ -17,7 +17,7 @@ So the model takes nothing from the code that it judges but those names.
 A history is right if
 - every answer is that of brute force over what the answering version's corpus should hold, texts too;
 - a reader that did not read a stale list answers from a version no older than any that was acknowledged before, and so
-  does a server that was told of no failure; no server goes back to an older version;
+  does a server without a failure in its state; no server goes back to an older version;
 - no acknowledged update is lost: each is among the sources of the corpus at the end, once and in an order of its own;
   nor is a change file, which is among the applied ones;
 - no acknowledged version has another content than its publisher gave it;
@@ -89,7 +89,7 @@ def views_of(text: str) -> dict[int, np.ndarray]:
 
 
 class History:
-    """One store, what its actors did, and what they were told."""
+    """One store, what its actors did, and the outcomes that they got."""
 
     def __init__(self, root: Path, address: str, seed: int, faults: frozenset[str]) -> None:
         self.draw = random.Random(seed)
@@ -341,7 +341,7 @@ class History:
                 assert manifest.read(store, INDEX, number) == self.acknowledgments[number]
         live = manifest.read(store, INDEX)
         assert has_leapt or live.version >= max(self.acknowledgments)
-        if not has_leapt:  # then a version may be torn, and its publisher was told
+        if not has_leapt:  # then a version may be torn, and its publisher got an error
             problems = self._damage(store, live)
             assert not problems, problems
         info = Corpus.open(store, CORPUS).info

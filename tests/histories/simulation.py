@@ -8,7 +8,7 @@ objects in memory (`memory://`) it is a request of the object store's client, of
     refused     the call fails without an effect: a 5xx or SlowDown that outlasted the client's retries, an I/O error
     unanswered  the call has its effect, and fails all the same, as where an acknowledgement is lost
     late        a put fails, and has its effect some turns after that, as where a request is stalled (objects alone)
-    full        nothing can be written, by nobody, for some turns: a full disk
+    full        no actor can write anything for some turns: a full disk
     expired     every request of one actor is refused for some turns, for its credentials (objects alone)
     cut off     every call of one actor fails for some turns: a partition
     one way     every call of one actor has its effect and is not answered, for some turns
@@ -75,7 +75,7 @@ class ActorKill(BaseException):
 
 
 class Turn(NamedTuple):
-    """One call of the store, as it is told when a history fails."""
+    """One call of the store, as it is printed when a history fails."""
 
     actor: str
     call: str
@@ -200,7 +200,7 @@ class Schedule:
         due = [effect for when, effect in self._late if when <= turn]
         self._late = [(when, effect) for when, effect in self._late if when > turn]
         for effect in due:
-            with suppress(BaseError):  # nobody waits for the answer
+            with suppress(BaseError):  # no call waits for the answer
                 effect()
 
     def _damage(self, data: bytes, fate: str) -> bytes:
@@ -241,7 +241,7 @@ class Schedule:
                 return call.is_request
             case "truncated":
                 return call.name in ("get", "read_bytes")
-            case "flipped":  # a source says no digest of its change files: what TLS does not tell, nobody can
+            case "flipped":  # a source says no digest of its change files: TLS alone can detect it
                 return call.name in ("get", "read_bytes") and not call.path.endswith(".jsonl")
             case "stale":
                 return call.name in LISTS

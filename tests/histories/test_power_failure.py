@@ -38,7 +38,7 @@ SLOW_SEEDS = range(int(FIRST), int(LAST)) if LAST else range(1, 9)
 
 
 class Acknowledgment(NamedTuple):
-    """What the program had been told by a time."""
+    """What the store had acknowledged to the program by a time."""
 
     time: int
     is_prepared: bool

@@ -218,7 +218,7 @@ def check_memory(cpus_of: dict[str, int], memory: int) -> None:
     assert cpus_of["searcher"] // cpus * largest <= memory
 
 
-def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
+def test_ports_of_ray_are_open_to_no_client_without_a_token() -> None:
     for path in CLOUDS.values():
         manifest = load(path)
         starts = [*manifest["head_start_ray_commands"], *manifest["worker_start_ray_commands"]]
@@ -378,7 +378,7 @@ class LateServer:
         return Freshness(oldest_change_s=60, newest_passage_s=90, waiting_files=2)
 
 
-def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
+def test_metrics_report_calls_of_searchers_as_the_router_counts_them() -> None:
     metrics = Metrics()
     metrics.add_router(CountingRouter())
     metrics.note_recall(0.5)

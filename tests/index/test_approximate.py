@@ -332,7 +332,7 @@ def test_senseless_parameters_are_refused_before_any_work(params, words, shard, 
     assert not list(tmp_path.iterdir())
 
 
-def test_too_few_vectors_for_a_factory_are_told(shard, tmp_path):
+def test_too_few_vectors_for_a_factory_are_reported(shard, tmp_path):
     with pytest.raises(
         ShardIndexError, match=r"'IVF900,Flat' over 30 vectors .*\(30\).*\(900\); use a smaller factory"
     ):

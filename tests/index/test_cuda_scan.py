@@ -50,7 +50,7 @@ def test_the_bounds_of_a_filtered_searchs_views_are_not_kept():
 
 @pytest.mark.parametrize("columns", [32, 96, 320])
 @pytest.mark.parametrize("keep", [1, 7, 101])
-def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, keep):
+def test_selection_by_blocks_passes_what_plain_selection_passes(columns, keep):
     rng = np.random.default_rng(columns + keep)
     best_QP = torch.from_numpy(rng.integers(-20, 20, (4, columns)).astype(np.float32))
     best_QP[:, columns - 5 :] = -torch.inf
@@ -139,7 +139,7 @@ def test_the_kernel_compiles_for_hopper_and_ampere_onto_tensor_cores_without_spi
     assert process.stdout.strip() == "compiled", process.stderr
 
 
-def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
+def test_the_rounding_error_is_reported_and_the_largest_norm_is_that_of_what_is_scanned():
     rng = np.random.default_rng(4)
     vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
     codes, kernel = encode(vectors_ND), FusedKernel("cpu")

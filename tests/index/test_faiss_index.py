@@ -111,7 +111,7 @@ def test_a_search_has_the_threads_of_its_index_in_any_thread_and_leaves_the_sett
 
 
 @pytest.mark.parametrize("device", ["cuda:77"])
-def test_an_absent_gpu_is_told(device, shard, tmp_path):
+def test_an_absent_gpu_is_reported(device, shard, tmp_path):
     params = IndexParams("faiss", "Flat")
     build_index(params, shard(5), tmp_path)
     with pytest.raises(ShardIndexError, match=f"'{device}'"):

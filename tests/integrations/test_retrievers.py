@@ -68,7 +68,7 @@ def test_langchain_passes_the_options_of_a_call_and_refuses_unknown_ones(client)
         LangChainRetriever(client=client, search_kwargs={"k": 1})
 
 
-def test_a_retriever_joins_words_and_views_as_it_was_told() -> None:
+def test_a_retriever_joins_words_and_views_as_requested() -> None:
     """The index of these tests has no words, and says so."""
     with Client.over(SearchService(InMemoryIndex(), ServeConfig())) as client:
         with pytest.raises(RefusedError, match="no_words"):

@@ -30,11 +30,11 @@ def listening(app: FastAPI) -> Iterator[str]:
     has_begun = threading.Event()
     startup = server.startup
 
-    async def start_and_tell(sockets=None) -> None:
+    async def start_and_signal(sockets=None) -> None:
         await startup(sockets)
         has_begun.set()
 
-    server.startup = start_and_tell
+    server.startup = start_and_signal
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert has_begun.wait(120)

@@ -226,7 +226,7 @@ def test_alive_says_so_without_a_search() -> None:
     assert call(app(stuck), "GET", "/livez").status == 200
 
 
-def test_missing_passages_are_told_in_the_answer() -> None:
+def test_missing_passages_are_named_in_the_answer() -> None:
     request = {"queries": ["nile"], "min_coverage": 0.3}
     reply = call(app(InMemoryIndex(missing=2)), "POST", "/v1/search", request)
     body = reply.body["coverage"]

@@ -42,13 +42,13 @@ def test_a_wrong_line_is_named_and_its_token_is_not(tmp_path, text, message) -> 
     assert not any(word in str(error.value) for word in (READ[:19], ADMIN, "ü" * 30))
 
 
-def test_a_file_that_is_not_there_is_an_error_and_not_an_open_door(tmp_path) -> None:
+def test_a_missing_file_of_tokens_is_an_error_and_not_a_server_without_tokens(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tokens(str(tmp_path / "none"), {})
 
 
 @pytest.mark.parametrize("text", ["", "\n", f"# read {READ}\n"])
-def test_a_file_without_a_token_is_an_error_and_not_an_open_door(tmp_path, text) -> None:
+def test_a_file_without_a_token_is_an_error_and_not_a_server_without_tokens(tmp_path, text) -> None:
     (file := tmp_path / "tokens").write_text(text)
     with pytest.raises(ConfigError, match="tokens holds no token; make one with"):
         read_tokens(str(file), {"MVR_RAY_READ_TOKEN": READ})

@@ -73,7 +73,7 @@ def running(service: SearchService) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> SearchService:
-    return SearchService(WithOddIds(), ServeConfig(max_k=20), version_catalog(tmp_path_factory.mktemp("shelf")))
+    return SearchService(WithOddIds(), ServeConfig(max_k=20), version_catalog(tmp_path_factory.mktemp("store")))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_a_filter_that_json_cannot_hold_is_refused(client, value) -> None:
     assert refusal.value.status == 422 and refusal.value.hint
 
 
-def test_tokens_are_sent_and_their_refusals_told(address) -> None:
+def test_tokens_are_sent_and_their_refusals_raised(address) -> None:
     for token, status, code in ((None, 401, "no_token"), (READ[1:], 401, "wrong_token"), (READ, 403, "admin_needed")):
         with Client(address, token=token) as client, pytest.raises(RefusedError) as refusal:
             client.rollback(1)
@@ -486,7 +486,7 @@ def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
             client.search(["nile"])
 
 
-def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
+def test_an_address_where_no_server_listens_is_tried_until_the_time_is_over() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers, bind_and_activate=False) as server:
         server.server_bind()  # bound and not listening: no other process gets the port meanwhile
         with Client(f"http://127.0.0.1:{server.server_port}") as client:

@@ -76,7 +76,7 @@ def test_the_own_client_embeds_the_same() -> None:
         assert client.examples().queries[0] == "How long is the Nile?"
 
 
-def test_examples_are_told_to_who_may_read() -> None:
+def test_examples_are_returned_to_clients_that_may_read() -> None:
     app = create_app(service(), TOKENS)
     assert call(app, "GET", "/v1/examples").status == 401
     assert call(app, "GET", "/v1/examples", token=TOKEN).body["queries"][1] == "What is a hill?"

@@ -41,7 +41,7 @@ GUARDED = [
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-def test_without_a_known_token_nothing_is_told_but_how_to_show_one(method, path) -> None:
+def test_without_a_known_token_an_answer_says_only_how_to_send_one(method, path) -> None:
     application = app(tokens=True)
     for headers, code in (
         ([], "no_token"),
@@ -229,7 +229,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 
 @pytest.mark.chaos("flood over HTTP, 10x", "503 with Retry-After at the bound; what was let in is answered")
-def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(record_property) -> None:
+def test_no_more_than_max_waiting_are_accepted_and_the_others_are_refused_at_once(record_property) -> None:
     slow, places, num_tasks = InMemoryIndex(), 3, 30
     slow.gate.clear()
     application = app(slow, max_waiting=places, max_running=1, timeout_ms=60_000)
@@ -340,7 +340,7 @@ def test_an_unexpected_error_is_a_500_whose_response_and_log_lines_carry_the_req
         ("GET", "/v1/search/", 404, "unknown_route"),
     ],
 )
-def test_a_wrong_route_or_method_is_told_like_every_error(method, path, status, code) -> None:
+def test_a_wrong_route_or_method_is_answered_like_every_error(method, path, status, code) -> None:
     reply = call(app(), method, path)
     assert (reply.status, reply.body["error"]["code"]) == (status, code)
     assert reply.body["error"].keys() == {"code", "field", "message", "hint"}

@@ -245,7 +245,7 @@ def test_two_versions_stand_side_by_side_and_a_link_asks_them_again(tab):
         assert tab.wrong == []
 
 
-def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
+def test_passages_that_were_not_searched_are_shown_by_badge_and_shard(tab):
     with serve(VersionIndex(3, missing=2)) as address:
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector(".badge")

@@ -55,7 +55,7 @@ def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_an
     assert len(replica.came) == 7
 
 
-def test_a_request_whose_answer_has_gone_keeps_nobody_out_and_one_that_has_more_to_say_does():
+def test_a_request_whose_answer_is_sent_frees_its_slot_and_one_with_more_to_send_does_not():
     more, end, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def lingering(scope, receive, send) -> None:
@@ -104,7 +104,7 @@ def test_probes_pages_and_metrics_are_never_refused():
     assert [call(limited_app, "GET", path).status for path in ("/livez", "/readyz", "/metrics", "/")] == [200] * 4
 
 
-def test_the_wait_that_is_told_is_the_time_that_those_inside_take(monkeypatch):
+def test_the_retry_time_is_the_time_that_accepted_requests_take(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
 

@@ -91,7 +91,7 @@ def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewher
     assert elsewhere.versions() == [1, 2]
 
 
-def test_only_an_admin_token_publishes_and_nobody_where_there_are_no_tokens(elsewhere) -> None:
+def test_only_an_admin_token_publishes_and_no_request_where_there_are_no_tokens(elsewhere) -> None:
     refusal = elsewhere.post(elsewhere.payload, token=READ)
     assert (refusal.status, refusal.body["error"]["code"]) == (403, "admin_needed")
     for body in ({"manifest": elsewhere.payload}, {"manifest": {}}):
@@ -137,7 +137,7 @@ def tokens():
     return read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
 
 
-def test_a_manifest_that_follows_another_version_than_the_newest_is_a_conflict_unless_told_what_to_follow(
+def test_a_manifest_that_follows_another_version_than_the_newest_is_a_conflict_unless_the_request_names_its_parent(
     elsewhere, tmp_path
 ) -> None:
     assert elsewhere.post(elsewhere.payload).status == 200
@@ -334,7 +334,7 @@ class Slow(Store):
         return super().sha256(path)
 
 
-def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewhere) -> None:
+def test_a_repeated_request_while_files_are_read_waits_for_the_same_reading(elsewhere) -> None:
     slow = Slow(str(elsewhere.root))
     service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=4000), VersionCatalog(slow, "library"))
     app = create_app(service, tokens())

@@ -55,7 +55,7 @@ def test_a_host_that_others_reach_is_not_deployed_without_tokens(monkeypatch) ->
     assert load_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
 
 
-def test_an_empty_file_of_tokens_does_not_open_the_door(tmp_path) -> None:
+def test_an_empty_file_of_tokens_starts_no_server_without_tokens(tmp_path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="no token"):

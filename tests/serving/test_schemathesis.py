@@ -7,7 +7,7 @@
 Each answer must have a status, a content type, headers and a body that the description has for it, and none may be a
 fault of the server. Not asked: that everything which fits the schema is taken (`positive_data_acceptance`). Whether a
 text has words, a vector the dimension of the index, or a manifest its files is more than a schema says, and refused by
-name. A search that asks for an answer within 2 ms is told 504 where there is none: the one status from 500 on that is
+name. A search that asks for an answer within 2 ms gets 504 where there is none: the one status from 500 on that is
 allowed, and there alone.
 """
 

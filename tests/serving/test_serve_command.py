@@ -1,4 +1,4 @@
-"""`mvr-ray serve` as a process: it answers, is started again after a kill, and ends when it is told to, once or twice.
+"""`mvr-ray serve` as a process: it answers, is started again after a kill, and ends by a signal, sent once or twice.
 
 The tests share one server, which the last of them kills.
 """
@@ -157,8 +157,8 @@ def test_the_command_answers_whatever_it_is_sent_and_no_bad_input_ends_a_process
     assert born["replica started"] == 1 <= born["searcher started"]
     assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
     replies = asked_at_once(server.address, 4 * proxy_waiting)
-    with Client(server.address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
-        stranger.search([QUESTION])
+    with Client(server.address, timeout_s=60) as client, pytest.raises(RefusedError, match="no_token"):
+        client.search([QUESTION])
     headers = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
     assert send(port, chunked_body(headers, 33)) == RawReply(413, "body_too_large")
     with Client(server.address, token=ADMIN, timeout_s=60) as client:

@@ -183,7 +183,7 @@ def test_odd_requests_get_the_same_answers_as_without_proxies(server):
 
 
 @pytest.mark.chaos("30 MB in one header, 180 MB in one header", "refused; others answered meanwhile")
-def test_a_header_of_any_length_stalls_nobody(server):
+def test_a_header_of_any_length_stalls_no_client(server):
     before = processes("ProxyActor")
     with load(server.port, threads=1) as answers:
         wait_for(lambda: len(answers) > 20, 60)
@@ -209,7 +209,7 @@ def test_bodies_take_no_memory_of_a_replica_before_there_is_a_token(server):
 
 
 @pytest.mark.chaos("3,000 half requests and 70 slow bodies", "closed in time; others answered meanwhile")
-def test_connections_that_wait_keep_nobody_else_out_and_are_closed(server):
+def test_connections_that_wait_do_not_block_others_and_are_closed(server):
     headers = SEARCH + f"Authorization: Bearer {ADMIN}\r\n".encode()
     with half_requests(server.port, 70, headers + b"content-length: 100\r\n\r\n{") as slow:
         with load(server.port, threads=1) as answers:

@@ -62,7 +62,7 @@ class EveryView(NamedTuple):
 
 
 def require_exact(answer: SearchResponse, scores: dict[str, float]) -> None:
-    """The hits are the k best passages of the version, with their scores, as far as these can be told apart."""
+    """The hits are the k best passages of the version, with their scores, as far as these differ."""
     hits = answer.results[0]
     best = sorted(scores.values(), reverse=True)[:K]
     assert [hit.score for hit in hits] == pytest.approx(best, abs=TOLERANCE)

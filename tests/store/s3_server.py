@@ -47,9 +47,9 @@ class Script(NamedTuple):
     """Key and status of each conditional put that was answered."""
     conditional: str = "honoured"
     """honoured, ignored (as if it were not there) or refused (501)."""
-    hear: Callable[[str, str], bool] = lambda moment, request: True
-    """Told every put, post and delete twice: `before` it has any effect, and `after` that, before it is answered. False
-    breaks the connection off there."""
+    on_request: Callable[[str, str], bool] = lambda moment, request: True
+    """Called twice for every put, post and delete: `before` it has any effect, and `after` that, before it is answered.
+    False breaks the connection off there."""
     pause_s: float = 0.0
     """After each piece of an answer."""
 
@@ -181,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _goes_on(self, moment: str) -> bool:
         """Whether the sender is still to be served, as the script says."""
-        goes_on = self.script.hear(moment, f"{self.command} {self.path}")
+        goes_on = self.script.on_request(moment, f"{self.command} {self.path}")
         if not goes_on:
             self._break_off()
         return goes_on

@@ -240,7 +240,7 @@ def test_files_whose_names_are_not_utf_8_are_sources_and_change_files(tmp_path: 
     assert texts_of(store)["p1"] == "second" and apply_next(store, source).files == []
 
 
-def test_of_two_followers_of_one_corpus_the_slower_one_is_told(tmp_path: Path):
+def test_of_two_followers_of_one_corpus_the_slower_one_raises(tmp_path: Path):
     store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
     corpus = make_corpus(store, tmp_path)
     source.write_bytes("1.jsonl", b'{"id": ')

@@ -163,7 +163,7 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
         assert len(keys) == len(set(keys))
 
 
-def test_an_outcome_that_cannot_be_known_is_told_as_such(
+def test_an_outcome_that_cannot_be_known_is_reported_as_unknown(
     serve: Serve, s3_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 0})
@@ -197,7 +197,7 @@ def test_an_address_names_bucket_prefix_keys_and_endpoint_and_what_is_unknown_is
 
 
 @pytest.mark.parametrize("ask", ["exists", "list", "size_bytes", "age_s", "touch"])
-def test_a_service_that_refuses_is_told_by_every_question(serve: Serve, monkeypatch: pytest.MonkeyPatch, ask: str):
+def test_a_service_that_refuses_is_named_by_every_error(serve: Serve, monkeypatch: pytest.MonkeyPatch, ask: str):
     """Histories met the client's own errors, which no command catches."""
     with serve() as (store, _):
         store.write_bytes("a/b.json", b"{}")

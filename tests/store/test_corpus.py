@@ -103,7 +103,7 @@ def edited_part(base: tuple[Path, dict[str, Passage]], folder: Path, layers: Seq
 
 @settings(max_examples=15, deadline=None)
 @given(EDITS, EDITS, st.sampled_from(["whole", "beside", "over"]), st.randoms(use_true_random=False))
-def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_told(
+def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_returned(
     base_part, tmp_path_factory, edits, later, way, draw
 ):
     """Few changes of a batch are laid into it without a copy, many with one: forty of 6,144 rows are either."""

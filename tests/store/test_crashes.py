@@ -221,7 +221,7 @@ class End:
         self.of: int | None = None
         self.requests: list[str] = []
 
-    def hear(self, when: str, request: str) -> bool:
+    def receive(self, when: str, request: str) -> bool:
         if self.of is None or when != self.moment:
             return True
         self.requests.append(request)
@@ -247,7 +247,7 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
     requests: list[str] = []
     for at, moment in ((number, moment) for number in itertools.count() for moment in ("before", "after")):
         end = End(at, moment)
-        with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
+        with s3_server.serve(s3_server.Script([], [], on_request=end.receive)) as root:
             store = Store(root)
             first = manifest.publish(store, replace(FIRST, shards=(add(store, tmp_path / f"made {at} {moment}"),)))
             end.of = publisher.prepare(store, finish_shard(tmp_path / f"new {at} {moment}", b"changed"))

@@ -138,7 +138,7 @@ def test_files_that_are_missing_foreign_or_cut_short_are_refused(tmp_path: Path)
             EmbeddingShard.open(tmp_path / "bad.arrow")
 
 
-def test_a_file_that_cannot_be_written_whole_is_told_and_leaves_nothing(tmp_path: Path):
+def test_a_file_that_cannot_be_written_whole_raises_and_leaves_nothing(tmp_path: Path):
     block = to_block(make_rows(2000, 0))
     message = r"cannot write .*a\.arrow: .*free space and run the same command again"
     with file_size_limit(10_000), pytest.raises(StorageError, match=message):

@@ -1,4 +1,4 @@
-"""Laws of files at rest: whole or absent, created once, told in full when they cannot be written."""
+"""Laws of files at rest: whole or absent, created once; errors say in full why they cannot be written."""
 
 import errno
 import hashlib
@@ -394,7 +394,7 @@ def test_paths_outside_the_store_are_refused(store: Store):
             store.write_bytes(path, b"")
 
 
-def test_a_full_disk_is_told_and_the_old_file_stays(tiny_disk: Path | None, tmp_path: Path):
+def test_a_full_disk_is_reported_and_the_old_file_stays(tiny_disk: Path | None, tmp_path: Path):
     if tiny_disk is None:  # not allowed to mount here: a limit on file size gives the same kind of error
         _check_file_size_limit(tmp_path)
         return
@@ -407,11 +407,11 @@ def test_a_full_disk_is_told_and_the_old_file_stays(tiny_disk: Path | None, tmp_
     assert [path.name for path in (tiny_disk / "a").iterdir()] == ["file"]
 
 
-def test_a_limit_on_file_size_is_told_and_the_old_file_stays(tmp_path: Path):
+def test_a_limit_on_file_size_is_reported_and_the_old_file_stays(tmp_path: Path):
     _check_file_size_limit(tmp_path)
 
 
-def test_a_disk_that_is_full_during_unfinished_work_is_told_and_other_errors_pass(tmp_path: Path):
+def test_a_disk_that_is_full_during_unfinished_work_is_reported_and_other_errors_pass(tmp_path: Path):
     message = r"^cannot write in .*/\.scratch: (File too large|.*os error 28\)) \(\d+ bytes free\); free space and run"
     store = Store(tmp_path)
     with pytest.raises(StorageError, match=message), store.scratch() as folder, file_size_limit(10):

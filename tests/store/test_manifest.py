@@ -207,8 +207,8 @@ def test_numbers_that_are_not_finite_are_refused(store: Store, entry: ShardEntry
         manifest.publish(store, dataclasses.replace(describe([entry]), recall=float("nan")))
 
 
-@pytest.mark.chaos("many publishers at once", "exactly one wins, the others are told")
-def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Store, entry: ShardEntry, record_property):
+@pytest.mark.chaos("many publishers at once", "exactly one wins, the others raise")
+def test_of_many_publishers_exactly_one_wins_and_the_others_raise(store: Store, entry: ShardEntry, record_property):
     start = threading.Barrier(6)
 
     def publish(number: int) -> Manifest | None:
@@ -223,10 +223,10 @@ def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Stor
     assert len(winners) == 1
     assert manifest.read(store, "i") == winners[0]
     assert manifest.list_versions(store, "i") == [1]
-    record_property("figures", f"6 publishers, {len(winners)} won, {6 - len(winners)} told of a conflict")
+    record_property("figures", f"6 publishers, {len(winners)} won, {6 - len(winners)} raised a conflict")
 
 
-def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry):
+def test_a_publisher_with_an_old_parent_raises(store: Store, entry: ShardEntry):
     manifest.publish(store, describe([entry]))
     manifest.publish(store, describe([entry], parent=1))
     for parent in (0, 1, 5):
@@ -331,10 +331,10 @@ def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(
 
 @pytest.mark.chaos(
     "files lost while publishing, and another publisher takes the next number",
-    "the publisher is told that its own version is torn, and that the other one is live",
+    "the error says that the publisher's own version is torn, and that the other one is live",
 )
 @pytest.mark.parametrize("other", ["publishes", "cannot be followed"])
-def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
+def test_a_publisher_that_cannot_withdraw_a_torn_version_reports_that_it_is_torn(
     store, tmp_path, monkeypatch, record_property, other
 ):
     old = make_shard(store, tmp_path / "old", b"old")
@@ -380,7 +380,7 @@ def test_publishing_to_an_object_store_asks_for_several_shards_at_once(tmp_path:
         return True
 
     script = s3_server.Script([], [])
-    with s3_server.serve(script._replace(hear=meet)) as root:
+    with s3_server.serve(script._replace(on_request=meet)) as root:
         store = Store(root)
         entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
         version = manifest.publish(store, describe(entries))
@@ -389,7 +389,7 @@ def test_publishing_to_an_object_store_asks_for_several_shards_at_once(tmp_path:
 
 def test_publishing_copies_nothing_in_an_object_store_that_the_parent_names(tmp_path: Path, s3_server):
     requests: list[str] = []
-    script = s3_server.Script([], [])._replace(hear=lambda moment, request: not requests.append(request))
+    script = s3_server.Script([], [])._replace(on_request=lambda moment, request: not requests.append(request))
     with s3_server.serve(script) as root:
         store = Store(root)
         entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(3)]

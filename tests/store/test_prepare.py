@@ -417,8 +417,8 @@ def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_tha
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
     def lose_a_file(what: str, number: int, total: int) -> None:
         if what == "parts written" and number == 1:
-            (spool,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
-            spool.unlink()
+            (rows_file,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
+            rows_file.unlink()
 
     path = write("r.jsonl", lines(*map(passage, range(20))))
     with pytest.raises(RowsLostError, match=r"20 passages read, \d+ sorted"):

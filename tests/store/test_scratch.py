@@ -56,16 +56,16 @@ def test_live_work_stays_however_old_it_looks_and_goes_with_its_process(tmp_path
 
 @pytest.mark.parametrize("age_s", [0, STALE_S + 60])
 def test_what_another_machine_or_an_earlier_program_left_goes_after_a_day(tmp_path: Path, age_s: int):
-    """The age is told by the file system's own clock: that of a file made now."""
-    shelf = tmp_path / ".scratch"
-    (shelf / "foreign").mkdir(parents=True)
-    (shelf / "bare").mkdir()
-    (shelf / f"foreign{LEASE}").write_text("boot id of another machine")
-    now = shelf.stat().st_mtime
+    """The age is measured by the file system's own clock: that of a file made now."""
+    scratch_dir = tmp_path / ".scratch"
+    (scratch_dir / "foreign").mkdir(parents=True)
+    (scratch_dir / "bare").mkdir()
+    (scratch_dir / f"foreign{LEASE}").write_text("boot id of another machine")
+    now = scratch_dir.stat().st_mtime
     for name in ("foreign", "bare", f"foreign{LEASE}"):
-        os.utime(shelf / name, (now - age_s, now - age_s))
+        os.utime(scratch_dir / name, (now - age_s, now - age_s))
     with Store(tmp_path).scratch() as own:
-        others = {path.name for path in shelf.iterdir()} - {own.name, own.name + LEASE}
+        others = {path.name for path in scratch_dir.iterdir()} - {own.name, own.name + LEASE}
     assert others == (set() if age_s else {"foreign", "bare", f"foreign{LEASE}"})
 
 

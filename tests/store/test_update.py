@@ -231,7 +231,7 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
     assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
 
 
-def test_a_question_about_a_chunk_that_a_shorter_text_no_longer_has_is_counted_and_told(
+def test_a_question_about_a_chunk_that_a_shorter_text_no_longer_has_is_counted_and_reported(
     tmp_path: Path, write: Write, caplog
 ):
     store, cfg = Store(tmp_path / "store"), CONFIG.model_copy(update={"chunk_words": 1})
@@ -709,7 +709,7 @@ def test_no_unreadable_version_but_the_live_one_stops_an_update(folder: Store, t
         change(row("p2", "good"))
 
 
-def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):
+def test_of_two_updaters_the_slower_one_raises_and_the_faster_one_stays(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     make_corpus(store, write, {"a": "one"})
     mine, other = (write(f"{name}.jsonl", lines(row(name, "x"))) for name in ("mine", "other"))
@@ -734,7 +734,7 @@ def test_files_of_parts_go_to_an_object_store_several_at_once(tmp_path: Path, wr
             both.wait(10)
         return True
 
-    with s3_server.serve(s3_server.Script([], [])._replace(hear=meet)) as root:
+    with s3_server.serve(s3_server.Script([], [])._replace(on_request=meet)) as root:
         store = Store(root)
         corpus = make_corpus(store, write, dict.fromkeys(NAMES, "one"), num_shards=2)
         ids = [next(name for name in NAMES if shard_of(name, 2) == shard) for shard in range(2)]
@@ -811,7 +811,7 @@ except PublishConflictError:
 """
 
 
-@pytest.mark.chaos("two updaters publish at the same moment", "exactly one wins, the other is told; nothing is lost")
+@pytest.mark.chaos("two updaters publish at the same moment", "exactly one wins, the other raises; nothing is lost")
 def test_of_two_processes_that_update_at_the_same_moment_exactly_one_wins(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     make_corpus(store, write, {"a": "one"})

@@ -177,7 +177,7 @@ def test_a_step_reads_what_the_steps_before_it_made(write):
     assert len({step.run.index.name for step in (index_step, again)}) == 2
 
 
-def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
+def test_a_train_step_continues_the_one_before_it_if_requested(write):
     on = {"stage": "train", "set": ["train.init_from=previous"]}
     variants = [
         {"name": "on", "steps": ["train", "index", on, on, "index"]},
@@ -334,7 +334,7 @@ def test_a_step_may_belong_to_some_sizes_alone(write):
         assert own[-1].run.index.encoder == encoder
 
 
-def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
+def test_what_a_study_file_gets_wrong_is_reported_before_anything_runs(write):
     def check_refusal(message: str, run: dict | None = None, size: str = "quick", **more) -> None:
         with pytest.raises(ConfigError, match=message):
             load_study(write(run or {}, **more), size)
@@ -511,7 +511,7 @@ def refined_round(number: int, share: float, num_moved: int) -> dict:
     return {"number": number, "loss": 0.5, **counts, "sets": sets}
 
 
-def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
+def test_a_refinement_is_reported_before_it_where_it_is_kept_and_at_its_end(write):
     """At every depth, with what moved; and its rounds and trade-off are drawn."""
     steps = ["index", {"stage": "refinement_grid"}]
     study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
@@ -594,7 +594,7 @@ def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(curve, h
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])
-def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
+def test_what_two_steps_measured_is_reported_as_evaluate_reports_it(write, order):
     steps = ["index", *order]
     study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)

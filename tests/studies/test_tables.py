@@ -57,7 +57,7 @@ def test_a_table_has_the_columns_of_its_rows_in_order_and_drops_those_that_stay_
     assert make_table("Title", "note", []) is None
 
 
-def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the_first_variant():
+def test_reading_is_reported_by_the_number_of_passages_with_both_measures_beside_the_first_variant():
     def row(passages: int, metric: str, value: float) -> dict:
         interval = {"low": value - 0.01, "high": value + 0.02}
         return {"passages": passages, "metric": metric, "value": value, "n": 8, **interval}
@@ -83,7 +83,7 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
     assert reading_table([result("a")]) is None
 
 
-def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
+def test_training_is_reported_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
     def training(loss: float, collapse: bool) -> dict:
         epoch = {"step": 40, "loss": loss, "loss_local": 2.0, "view_pair_cosine": 0.5, "lv": 0.2}
         return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapse}]}
@@ -143,7 +143,7 @@ def test_what_mining_dropped_is_a_share_of_the_hits():
     assert (second["pass"], second["search"], second["kept"], second["questions without"]) == (2, "bm25", 129, 2)
 
 
-def test_an_index_is_told_by_what_its_shards_hold():
+def test_an_index_is_reported_by_what_its_shards_hold():
     shards = [{"num_passages": 30, "num_vectors": 200}, {"num_passages": 10, "num_vectors": 100}]
     index = {"shards": shards, "dimension": 384, "dtype": "fp16"}
     variants = [result("a", index=[{**index, "shards": shards[:1]}, index]), result("b")]

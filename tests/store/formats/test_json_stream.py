@@ -1,4 +1,4 @@
-"""Law: reading piece by piece equals reading at once, wherever the pieces end; breaks are told with their line."""
+"""Law: reading piece by piece equals reading at once, wherever the pieces end; breaks are reported with their line."""
 
 import io
 import json
@@ -48,21 +48,21 @@ def test_members_equal_the_object(content: dict, size: int):
 
 
 @given(st.lists(values, min_size=1, max_size=4), st.data())
-def test_an_array_that_breaks_off_is_told(rows: list, data: st.DataObject):
+def test_an_array_that_breaks_off_is_reported(rows: list, data: st.DataObject):
     text = json.dumps(rows)
     cut = data.draw(st.integers(0, len(text) - 1))
     with pytest.raises(DataError, match=r"^f:1: not valid JSON"):
         list(JsonReader(Drip(text[:cut], 3), "f").items())
 
 
-def test_a_break_is_told_with_its_line():
+def test_a_break_is_reported_with_its_line():
     text = '[\n{"a": 1},\n{"a": 2},\n{"a": oops},\n{"a": 3}]'
     reader = JsonReader(io.StringIO(text), "f.json")
     with pytest.raises(DataError, match=r"f\.json:4: not valid JSON: Expecting value"):
         list(reader.items())
 
 
-def test_a_key_that_an_object_has_twice_is_told_with_its_line(tmp_path: Path):
+def test_a_key_that_an_object_has_twice_is_reported_with_its_line(tmp_path: Path):
     text = '{"id": "1", "more": {"a": 1}}\n{"id": "2", "more": {"a": 1, "b": 2, "a": 3}}\n'
     message = "not valid JSON: an object has the key 'a' twice"
     (tmp_path / "f.jsonl").write_text(text)
@@ -116,7 +116,7 @@ def test_few_items_are_decoded_twice(monkeypatch: pytest.MonkeyPatch):
     assert len(calls) <= 40 + len(text) / 2**20 + 1
 
 
-def test_a_broken_item_in_a_long_file_is_told_without_reading_on():
+def test_a_broken_item_in_a_long_file_is_reported_without_reading_on():
     file = io.StringIO('[{"a": nope}' + ", 1" * 1_000_000 + "]")
     with pytest.raises(DataError, match="Expecting value"):
         list(JsonReader(file, "f").items())

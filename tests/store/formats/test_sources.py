@@ -413,11 +413,11 @@ def test_a_row_with_a_text_or_ids_of_passages_is_no_training_row(write: Write):
 
 
 def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path: Path):
-    canary = tmp_path / "canary"
+    marker = tmp_path / "marker"
     text = (
         "what\u2019s it\t['a ''b''', \"c\"]\n"
         '"quoted ""q"""\t"[""it\'s"", \'x\']"\n'
-        f"attack\t__import__('pathlib').Path({str(canary)!r}).touch()\n"
+        f"attack\t__import__('pathlib').Path({str(marker)!r}).touch()\n"
         f"deep\t{'[' * 5000}\n"
         "number\t[1]\n"
         "one column\n"
@@ -428,7 +428,7 @@ def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path
         Question("test-1", 'quoted "q"', ("it's", "x")),
     ]
     assert [row.partition(":")[2].partition(":")[0] for row in bad(records)] == ["3", "4", "5", "6"]
-    assert not canary.exists()
+    assert not marker.exists()
 
 
 @pytest.fixture
@@ -634,7 +634,7 @@ NEEDED = "Needed are id and text, in any order; other names can be given in the 
         ),
     ],
 )
-def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write, text: str, problem: str):
+def test_a_csv_header_that_cannot_be_used_is_reported_with_its_columns(write: Write, text: str, problem: str):
     with pytest.raises(DataError) as refusal:
         read(write("p.csv", text))
     assert str(refusal.value).partition("/sources/")[2] == f"p.csv: the header {problem}"
