@@ -56,12 +56,12 @@ SMALL = (
 )
 SHARES = (
     "each of two refiners scores its share of 100 hits and as many more as chance may give it exactly, 70 passages, so "
-    "140 in place of 100; what comes back is merged in one process. Over all 78,000 questions the rate is told below, "
+    "140 in place of 100; what comes back is merged in one process. Over all 78,000 questions the rate is given below, "
     "as questions/s of the round's retrieval."
 )
 BYTES = (
     "closed form and loop read the same questions, one for each label of what moves, the closed form in 16 bits a "
-    "number and at the rate told below; an optimiser adds a tenth of a millisecond to the half that a passage's graph "
+    "number and at the rate given below; an optimiser adds a tenth of a millisecond to the half that a passage's graph "
     "takes, so 200 times would need those bytes at several times what memory gives. Blocks of questions that stay in "
     "the third cache were tried: the sums that leave and come back cost more than is spared."
 )

@@ -170,12 +170,12 @@ def describe_case(threads: int, batch: int) -> str:
     return f"{threads} thread{'s' * (threads > 1)}, batch {batch}"
 
 
-def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
+def extrapolate(part: Part, prefix: str, threads: int, label: str) -> None:
     """Extrapolate Faiss's time for the largest batch, one question after the other."""
     few, many = LONGEST_ONE_BY_ONE, max(BATCHES)
     seconds = part.samples[f"{prefix}{describe_case(threads, few)}, {label}"]
     part.add(
-        {f"{prefix}{describe_case(threads, many)}, {label}, reckoned": [many / few * one for one in seconds]}, many
+        {f"{prefix}{describe_case(threads, many)}, {label}, extrapolated": [many / few * one for one in seconds]}, many
     )
 
 
@@ -215,7 +215,7 @@ def main(passages: int) -> None:
                 fastest = max(rate[threads], short[threads] if kind in ("fp32", "fp16") else 0.0)
                 compute_s = 2.0 * values * batch / fastest if batch > 1 and size > 1 else 0.0
                 part.floors[f"{name}, {kind}"] = max(size * values / bandwidth[threads], compute_s)
-        reckon(part, "", threads, f"Faiss, {KIND}x")
+        extrapolate(part, "", threads, f"Faiss, {KIND}x")
     del half, codes, kinds, useful
     aligned_peer = OnLine(peer)
     for threads in THREADS:
@@ -234,7 +234,7 @@ def main(passages: int) -> None:
                 cases.pop(f"Faiss, {ALIKE}x", None)
             measure(part, f"alike, {describe_case(threads, batch)}", cases, batch, threads)
         if threads == 1:
-            reckon(part, "alike, ", threads, f"Faiss, {ALIKE}x")
+            extrapolate(part, "alike, ", threads, f"Faiss, {ALIKE}x")
     part.facts = {
         "passages": shape.passages,
         "vectors": shape.passages * VIEWS,
@@ -291,7 +291,7 @@ def bars(part: Part) -> list[Bar]:
                 ("on a line, ", f"{KIND}x"),
                 ("alike, ", f"{ALIKE}x"),
             ):
-                for label in (f"Faiss, {over}", f"Faiss, {over}, reckoned", f"Faiss with BLAS, {over}"):
+                for label in (f"Faiss, {over}", f"Faiss, {over}, extrapolated", f"Faiss with BLAS, {over}"):
                     if f"{prefix}{describe_case(threads, batch)}, {label}" in part.samples:
                         note = notes_blas.get(batch, "") if "BLAS" in label else NOTE_ONE if batch == 1 else ""
                         least = 1.0 if batch == 1 else 3.0

@@ -55,7 +55,7 @@ from mvr_ray.types import Passage
 PASSAGES, SHARDS = 100_000, 8
 SHARES = (0.0001, 0.001, 0.01, 0.1)
 ENCODED_ALONE = 1_000
-"""More contents are not encoded a second time: their time is reckoned in proportion."""
+"""More contents are not encoded a second time: their time is extrapolated in proportion."""
 LOOK_S = 0.05
 SAMPLE = 200
 OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 1_000_000, 1.3
@@ -350,7 +350,7 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
 def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encoding: Seconds) -> None:
     """Add one share of changes: its samples, and its targets."""
     share = f"{100 * count / passages:g} %"
-    alone_name = "encoding alone, reckoned" if count > ENCODED_ALONE else "encoding alone"
+    alone_name = "encoding alone, extrapolated" if count > ENCODED_ALONE else "encoding alone"
     for way, cost in ways.items():
         part.add({f"{share} of {passages:,} changed, {way}": [cost.seconds]}, count)
         part.facts[f"{share}, {way}"] = (
