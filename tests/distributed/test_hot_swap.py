@@ -77,7 +77,7 @@ def damage(root: Path, digest: str) -> Path:
     return file
 
 
-class Crowd:
+class SearchClients:
     """Clients in threads that search all the time, each with the next query as soon as it has an answer."""
 
     def __init__(self, live: HotSwapRouter, size: int, truth: dict[int, list[list[tuple[str, float, int]]]]) -> None:
@@ -114,7 +114,7 @@ class Crowd:
             assert time.monotonic() < end, (self.counts, self.under_way)
             time.sleep(0.01)
 
-    def __enter__(self) -> "Crowd":
+    def __enter__(self) -> "SearchClients":
         return self
 
     def __exit__(self, *_) -> None:
@@ -157,16 +157,16 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
         assert paths.shard_dir("random", first.shards[1].digest) in removed_paths
 
     with open_hot_swap_router(run_of(tmp_path, run_over), local=local, follow_s=3600) as live:
-        with Crowd(live, size, truth) as crowd:
+        with SearchClients(live, size, truth) as clients:
             under_way = []
             for change in (publish_and_follow, roll_back_and_follow, go_back, publish_move_and_collect):
-                crowd.until_answered(live.manifest.version, 200, under_way=0.99 * size)
-                under_way.append(crowd.under_way)
+                clients.until_answered(live.manifest.version, 200, under_way=0.99 * size)
+                under_way.append(clients.under_way)
                 change()
-                under_way.append(crowd.under_way)
-            crowd.until_answered(4, 200)
-        assert crowd.wrong == []
-        assert crowd.counts.keys() == {1, 2, 3, 4}
+                under_way.append(clients.under_way)
+            clients.until_answered(4, 200)
+        assert clients.wrong == []
+        assert clients.counts.keys() == {1, 2, 3, 4}
         assert min(under_way) >= 0.95 * size, under_way
         assert live.state == (4, True, 0, "")
         live.ready()
@@ -174,7 +174,7 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
         if not local:
             open_digests = sorted(digest for actor in open_digests for digest in ray.get(actor.health.remote()))
         assert open_digests == digests(live.manifest)
-    figures = f"{crowd.counts.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
+    figures = f"{clients.counts.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
     record_property("figures", figures)
 
 

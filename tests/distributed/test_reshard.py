@@ -33,7 +33,7 @@ from mvr_ray.store.manifest import Manifest
 Stored = dict[str, tuple[bytes, bytes]]
 
 
-def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
+def reshard_locally(root: Path, base: Manifest, num_shards: int) -> Manifest:
     """Publish the stage's version, with its tasks run one by one in this process."""
     store = Store(str(root))
     key = staging_key(base, num_shards)
@@ -79,7 +79,7 @@ def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_p
     shutil.rmtree(root, ignore_errors=True)
     views = random_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
     base = publish_random_index(root, views, before, IndexParams(scan=data.draw(st.sampled_from(["vectors", "int8"]))))
-    version = dealt_here(root, base, after)
+    version = reshard_locally(root, base, after)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
     assert [len(base.shards), len(version.shards)] == [before, after]
@@ -107,7 +107,7 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
     whole = read_contents(tmp_path, first)
     assert max(len(numbers) for numbers, _ in whole.values()) > 2 * V  # int16: some passage has more views than V
     for num_shards in (12, 5, 8):
-        now = dealt_here(tmp_path, now, num_shards)
+        now = reshard_locally(tmp_path, now, num_shards)
         assert read_contents(tmp_path, now) == whole
         assert (now.refined_queries, now.refinement) == ({"known": digest}, refined_version.refinement)
         assert (now.num_passages, now.num_vectors) == (first.num_passages, first.num_vectors)

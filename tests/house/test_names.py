@@ -1,4 +1,4 @@
-"""Checks the names in the package, the tests and the benchmarks, the glossary, and the first line of every module."""
+"""Checks names in the package, the tests and the benchmarks, the glossary, and the first lines of docstrings."""
 
 import ast
 import functools
@@ -39,6 +39,11 @@ FIELD_EXCEPTIONS = {
     "tied": "a setting of the run file",
 }
 """Fields that stay since their names are stored, or are in the API."""
+METAPHOR = re.compile(
+    r"\b(befalls?|canary|crowd|dealt|doors?|guests?|hears?|nobody|reckon(ed|s)?|riddles?|seats?|shelf|somebody|spool|story|"
+    r"strangers?|told|usher|whom)\b"
+)
+"""Words of names that a reader cannot look up, or that stand for a person: a name takes the word of the field."""
 SUBJECT_WITHOUT_VERB = re.compile(
     "(does|do|everything|from|how|in|nobody|nothing|of|something|what|when|where|whether|which|who|whose|why)\\b", re.I
 )
@@ -135,6 +140,15 @@ def unclear_first_lines(folder: Path) -> Counter[str]:
     return +paths
 
 
+def metaphors(folder: Path) -> Counter[str]:
+    """How many functions, parameters, classes, locals and attributes have each name with a word of `METAPHOR`."""
+    names: Counter[str] = Counter()
+    for _, tree in modules(folder):
+        for name in [*defined_names(tree), *local_names(tree, is_function=False), *attribute_names(tree)]:
+            names[name] += METAPHOR.search(split_words(name)) is not None
+    return +names
+
+
 def nouns_for_functions(folder: Path) -> Counter[str]:
     """Functions of the package whose docstring begins without a verb ("The header of a frame").
 
@@ -153,6 +167,7 @@ def nouns_for_functions(folder: Path) -> Counter[str]:
 
 RULES = {
     "bare participles": bare_participles,
+    "metaphors": metaphors,
     "repeated classes": repeated_classes,
     "unclear first lines": unclear_first_lines,
     "nouns for functions": nouns_for_functions,
@@ -170,6 +185,8 @@ def test_the_rules_find_what_they_forbid_and_pass_what_they_allow() -> None:
         assert is_bare_participle(name), name
     for name in ("seed", "embed", "merged_hits", "RankedList", "needs", "led_by"):
         assert not is_bare_participle(name), name
+    for name in ("test_a_gap_is_told_at_once", "StrangerEnv", "_story"):
+        assert METAPHOR.search(split_words(name)), name
     tree = ast.parse(
         "class A:\n a: int = 1\n def b(c):\n  d = [e for e in c]\n  with c as f: (g := d)\n  return lambda h: h\ni = 2"
     )

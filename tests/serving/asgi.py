@@ -33,13 +33,13 @@ async def ask(
 ) -> Reply:
     """Send `body` as JSON, `raw` as it is, or `chunks` without a content-length."""
     payload = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
-    told_headers = [*headers]
-    if "content-type" not in {name.decode() for name, _ in told_headers}:
-        told_headers.append((b"content-type", b"application/json"))
+    all_headers = [*headers]
+    if "content-type" not in {name.decode() for name, _ in all_headers}:
+        all_headers.append((b"content-type", b"application/json"))
     if chunks is None:
-        told_headers.append((b"content-length", str(len(payload)).encode()))
+        all_headers.append((b"content-length", str(len(payload)).encode()))
     if token is not None:
-        told_headers.append((b"authorization", f"Bearer {token}".encode()))
+        all_headers.append((b"authorization", f"Bearer {token}".encode()))
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -50,7 +50,7 @@ async def ask(
         "root_path": "",
         "scheme": "http",
         "query_string": path.partition("?")[2].encode(),
-        "headers": told_headers,
+        "headers": all_headers,
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }

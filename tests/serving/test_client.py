@@ -258,11 +258,11 @@ def test_the_signature_of_a_method_names_what_the_call_returns(service) -> None:
 
 
 def test_many_async_searches_share_one_client(address) -> None:
-    async def story() -> list:
+    async def run_requests() -> list:
         async with AsyncClient(address, token=READ) as client:
             return await asyncio.gather(*(client.search(["nile"], k=1 + n % 3) for n in range(30)))
 
-    assert [len(answer.results[0]) for answer in asyncio.run(story())] == [1 + n % 3 for n in range(30)]
+    assert [len(answer.results[0]) for answer in asyncio.run(run_requests())] == [1 + n % 3 for n in range(30)]
 
 
 def test_the_waiting_client_works_where_a_loop_is_running(service) -> None:

@@ -262,7 +262,7 @@ def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_l
     slow.gate.clear()
     application = app(slow, max_waiting=1, max_running=1, timeout_ms=2000)
 
-    async def story() -> list[int]:
+    async def run_requests() -> list[int]:
         late = await ask(application, "POST", "/v1/search", NILE)
         full = await ask(application, "POST", "/v1/search", NILE)
         slow.gate.set()
@@ -273,7 +273,7 @@ def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_l
             await asyncio.sleep(0.001)
         return [late.status, full.status, after.status]
 
-    assert asyncio.run(story()) == [504, 503, 200]
+    assert asyncio.run(run_requests()) == [504, 503, 200]
 
 
 def test_what_waited_past_its_time_is_never_begun() -> None:
@@ -289,7 +289,7 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
     slow.search_text = search_and_count
     application = app(slow, max_waiting=8, max_running=1, timeout_ms=60_000)
 
-    async def story() -> list[int]:
+    async def run_requests() -> list[int]:
         first = asyncio.create_task(ask(application, "POST", "/v1/search", NILE))
         while not searches:
             await asyncio.sleep(0.001)
@@ -298,7 +298,7 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
         slow.gate.set()
         return [one.status for one in (await first, *late)]
 
-    assert asyncio.run(story()) == [200, 504, 504, 504, 504]
+    assert asyncio.run(run_requests()) == [200, 504, 504, 504, 504]
     assert len(searches) == 1
 
 

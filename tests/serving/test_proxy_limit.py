@@ -36,7 +36,7 @@ def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_an
     replica = Replica()
     limited_app = limiter(replica, max_waiting=2)
 
-    async def story() -> tuple[list[Reply], Reply, list[Reply]]:
+    async def run_requests() -> tuple[list[Reply], Reply, list[Reply]]:
         inside = [asyncio.create_task(ask(limited_app, "POST", "/v1/search")) for _ in range(2)]
         while len(replica.came) < 2:
             await asyncio.sleep(0)
@@ -45,7 +45,7 @@ def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_an
         answers = [await one for one in inside]
         return answers, refusal, [await ask(limited_app, "POST", "/v1/search") for _ in range(5)]
 
-    answers, refusal, after = asyncio.run(story())
+    answers, refusal, after = asyncio.run(run_requests())
     assert [one.status for one in (*answers, *after)] == [200] * 7
     assert json.loads(answers[0].body) == {"own": 1} and answers[0].headers["x-own"] == "kept"
     assert (refusal.status, refusal.headers["retry-after"]) == (503, "1")
@@ -68,7 +68,7 @@ def test_a_request_whose_answer_is_sent_frees_its_slot_and_one_with_more_to_send
 
     limited_app = limiter(lingering, max_waiting=1)
 
-    async def story() -> list[int]:
+    async def run_requests() -> list[int]:
         counts = []
         first = asyncio.create_task(ask(limited_app, "POST", "/v1/search"))
         await more.wait()
@@ -83,7 +83,7 @@ def test_a_request_whose_answer_is_sent_frees_its_slot_and_one_with_more_to_send
         counts += [(await first).status, (await second).status, limited_app.admission.in_flight]
         return counts
 
-    assert asyncio.run(asyncio.wait_for(story(), 30)) == [503, 200, 200, 0]
+    assert asyncio.run(asyncio.wait_for(run_requests(), 30)) == [503, 200, 200, 0]
 
 
 def test_a_request_that_breaks_gives_its_place_back():

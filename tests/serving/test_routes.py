@@ -138,8 +138,8 @@ def test_of_two_publishers_the_second_gets_a_conflict(tmp_path, monkeypatch) -> 
     def late(path, data):
         if catalog.all()[-1].version == 2:
             monkeypatch.setattr(catalog.store, "create_once", create_once)
-            shelf_of_another = type(catalog)(catalog.store, "library")
-            shelf_of_another.rollback(2, Deadline.after(60))
+            other_catalog = type(catalog)(catalog.store, "library")
+            other_catalog.rollback(2, Deadline.after(60))
         return create_once(path, data)
 
     monkeypatch.setattr(catalog.store, "create_once", late)

@@ -1157,8 +1157,8 @@ def test_a_variant_named_after_a_paper_trains_by_that_paper_s_loss(path: Path, s
                 assert (train.loss, train.local_weight) == ("mvr", 0), name
             elif "DPR" in name:
                 assert (strategy, train.loss) == ("cls", "dpr"), name
-                is_told = size == "quick" and "At the quick size DPR's temperature falls" in config.about
-                assert train.temperature == (None if is_told else 1), name  # eq. 2 has none
+                is_announced = size == "quick" and "At the quick size DPR's temperature falls" in config.about
+                assert train.temperature == (None if is_announced else 1), name  # eq. 2 has none
             elif name.startswith("CAMVR"):
                 assert (strategy, train.loss) == ("snippets", "camvr"), name
                 if size == "paper" and config.paper.startswith("CAMVR"):  # eq. 13 alone
