@@ -89,7 +89,7 @@ class Ours:
                         ids = [name(row) for row in rows[own_P].tolist()]
                         views_ND = vectors_PVD[own_P].reshape(-1, vectors_PVD.shape[2])
                         writer.write(synthetic.block(views_ND, vectors_PVD.shape[1], ids))
-                entries.append(build_shard(store, draft, shard, folder))
+                entries.append(build_shard(store, draft, shard, folder).entry)
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
         self._open()
 
@@ -135,7 +135,7 @@ class Ours:
                 files = {name: entry.files[name] for name in base_files}
                 if base_files:
                     files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, entry.files, folder)
-                entries.append(build_shard(store, draft, entry.shard, folder, files))
+                entries.append(build_shard(store, draft, entry.shard, folder, files).entry)
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
         self.close()
         self._open()

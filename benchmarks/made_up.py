@@ -94,7 +94,7 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
             with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
                 for low in range(0, len(ids), BLOCK):
                     writer.write(block(ids[low : low + BLOCK], shard * 1000 + low // BLOCK))
-            entries.append(build_shard(store, draft, shard, folder))
+            entries.append(build_shard(store, draft, shard, folder).entry)
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
 
 

@@ -68,7 +68,7 @@ def publish_random_index(
         folder.mkdir(parents=True)
         with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
-        entries.append(build_shard(store, draft, shard, folder))
+        entries.append(build_shard(store, draft, shard, folder).entry)
     lexical = build_lexical(LexicalTask(corpus, "random", num_shards, words)) if corpus and words else None
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries), lexical=lexical))
 

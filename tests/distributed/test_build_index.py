@@ -281,7 +281,7 @@ def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable
             folder = scratch / "shard"
             folder.mkdir()
             write_changed(shard, folder, {name: now})
-            shards[entry.shard] = build_shard(store, version, entry.shard, folder)
+            shards[entry.shard] = build_shard(store, version, entry.shard, folder).entry
     live = manifest.latest_version(store, version.index)
     refined_version = dataclasses.replace(version, parent=live, operation="refine:feedback_views", shards=tuple(shards))
     return manifest.publish(store, refined_version)

@@ -51,7 +51,7 @@ def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[
                 if write_changed(shard, folder, own, [name for name in here if name in deletions]):
                     params, blocks = IndexParams(**base.index_params), folder_embeddings(folder).blocks()
                     update_index(params, shard.blocks(), blocks, own, shard.path.parent, folder, 0.25)
-                shards[entry.shard] = build_shard(store, base, entry.shard, folder)
+                shards[entry.shard] = build_shard(store, base, entry.shard, folder).entry
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
 

@@ -148,7 +148,7 @@ def test_codes_of_a_whole_changed_shard_are_read_and_the_next_changes_have_codes
     with shard_folder(store) as folder:
         for name in (paths.EMBEDDINGS, paths.CHANGES):
             link_or_copy(source / name, folder / name)
-        entry = build_shard(store, refined_version, 0, folder)
+        entry = build_shard(store, refined_version, 0, folder).entry
     assert "codes.npy" in entry.files
     older = manifest.publish(
         store, dataclasses.replace(refined_version, shards=(entry,), parent=refined_version.version)

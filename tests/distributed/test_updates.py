@@ -103,7 +103,7 @@ def add_views(store: Store, version: Manifest, names: set[str]) -> Manifest:
             folder = scratch / "shard"
             folder.mkdir()
             write_changed(shard, folder, {name: new_views})
-            entries[entry.shard] = build_shard(store, version, entry.shard, folder)
+            entries[entry.shard] = build_shard(store, version, entry.shard, folder).entry
     refined_version = dataclasses.replace(
         version, parent=version.version, operation="refine:feedback_views", shards=tuple(entries)
     )

@@ -200,7 +200,7 @@ class History:
                 if before is None:
                     with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, "fp16") as writer:
                         writer.write(block_of(own))
-                entries.append(build_shard(store, draft, shard, folder))
+                entries.append(build_shard(store, draft, shard, folder).entry)
         self._acknowledge(manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries))))
 
     def _write_beside(self, store: Store, entry: manifest.ShardEntry, own: Views, folder: Path) -> bool:

@@ -414,15 +414,12 @@ def build_one(
             raise task.discard(store, shard, error) from error
         if params.kind != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
             is_updated = (folder / LABELS_FILE).exists()
-        shards.index_folder(params, folder)
-        if (folder / LABELS_FILE).exists() and (base := task.plan(store, shard).base):
-            least_recall = base.promise(draft)
-        recall = shards.folder_recall(params, folder, cfg.recall_sample, shard)
         measured_views = _measure_views(folder)
-        entry = shards.store_shard(store, draft.index, shard, folder, known_files)
-    built_shard = BuiltShard(
-        entry,
-        recall,
+        built_shard = shards.build_shard(store, draft, shard, folder, known_files, cfg.recall_sample)
+    if LABELS_FILE in built_shard.entry.files and (base := task.plan(store, shard).base):
+        least_recall = base.promise(draft)
+    built_shard = dataclasses.replace(
+        built_shard,
         **measured_views,
         is_updated=is_updated,
         least_recall=least_recall,

@@ -123,18 +123,16 @@ def reshard_one(
         return result
     entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
     old_shards = [shards.shard_embeddings(store, base.index, shards.embeddings_alone(entry)) for entry in entries]
-    blocks, params = [block for old in old_shards for block in old.blocks()], IndexParams(**base.index_params)
+    blocks = [block for old in old_shards for block in old.blocks()]
     places = (BlockRow(name, at, row) for at, block in enumerate(blocks) for row, name in enumerate(block.ids))
     rows = [place for place in places if shard_of(place.passage_id, num_shards) == shard]
     with shards.shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
             for block in shards.gather_batches(blocks, sorted(rows)):
                 writer.write(block)
-        shards.index_folder(params, folder)
-        recall = shards.folder_recall(params, folder, recall_sample, shard)
-        entry = shards.store_shard(store, base.index, shard, folder)
+        built_shard = shards.build_shard(store, base, shard, folder, recall_sample=recall_sample)
     is_updated = None if base.index_params["kind"] == "flat" else False
-    return shards.write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
+    return shards.write_note(store, note, dataclasses.replace(built_shard, is_updated=is_updated))
 
 
 def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[BuiltShard]) -> Manifest:

@@ -95,35 +95,27 @@ def builder_memory(version: Manifest, vectors: Sequence[int]) -> list[int]:
 
 
 def build_shard(
-    store: Store, manifest: Manifest, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
-) -> ShardEntry:
-    """Index the embeddings in `folder`, unless it holds index files, and move the folder to the name given by its
-    content.
+    store: Store,
+    manifest: Manifest,
+    shard: int,
+    folder: Path,
+    files: Mapping[str, FileEntry] | None = None,
+    recall_sample: int = 0,
+) -> BuiltShard:
+    """Index the embeddings in `folder`, unless it holds index files, measure the recall, and move the folder to the
+    name given by its content: once moved, an object store would send the files back.
 
     `manifest` gives the index and its parameters; it need not be published. `files` describes files that were checked
     before and are not read again.
     """
-    index_folder(IndexParams(**manifest.index_params), folder)
-    return store_shard(store, manifest.index, shard, folder, files)
-
-
-def index_folder(params: IndexParams, folder: Path) -> None:
-    """Index the embeddings in `folder`, unless it holds index files."""
+    params, embeddings = IndexParams(**manifest.index_params), folder_embeddings(folder)
     names = {file.name for file in folder.iterdir()}
-    embeddings = folder_embeddings(folder)
     is_indexed = bool(names - {*paths.embedding_files(names), paths.PRUNED_JSON})
     if embeddings.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embeddings.blocks(), folder)
-
-
-def store_shard(
-    store: Store, index: str, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
-) -> ShardEntry:
-    """Move the files of an indexed shard, as those of `build_shard`, to the name given by their content. What is to be
-    measured on them is measured before: an object store would send them back."""
-    embeddings = folder_embeddings(folder)
+    recall = folder_recall(params, folder, recall_sample, shard)
     meta = ShardMeta(shard, embeddings.num_passages, embeddings.num_vectors)
-    return manifests.add_shard(store, index, folder, meta, files)
+    return BuiltShard(manifests.add_shard(store, manifest.index, folder, meta, files), recall)
 
 
 def keep_codes(

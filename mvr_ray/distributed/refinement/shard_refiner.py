@@ -11,7 +11,7 @@ Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback view
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -234,17 +234,15 @@ class ShardRefiner:
                 elif names := write_changed(embeddings, folder, changes, max_changed_share=self.task.compact_share):
                     known_files = {name: entry.files[name] for name in names}
                     known_files |= shards.keep_codes(params, embeddings.path.parent, entry.files, folder)
-                shards.index_folder(params, folder)
-                recall = shards.folder_recall(params, folder, recall_sample, shard)
-                entry = shards.store_shard(self.store, self.manifest.index, shard, folder, known_files)
-            path = paths.shard_dir(self.manifest.index, entry.digest)
+                built_shard = shards.build_shard(self.store, self.manifest, shard, folder, known_files, recall_sample)
+            path = paths.shard_dir(self.manifest.index, built_shard.entry.digest)
             self.store.write_bytes(paths.staged_claim(self.task.staging, path), b"")
         else:
             recall = shards.shard_recall(self.store, self.manifest, entry, recall_sample)
+            built_shard = shards.BuiltShard(entry, recall)
         is_updated = False if changes and self.manifest.index_params["kind"] != "flat" else None
         floor = shards.promised_recall(self.manifest)
-        shard_result = shards.BuiltShard(entry, recall, is_updated=is_updated, least_recall=floor)
-        return WrittenShard(shard_result, len(changes))
+        return WrittenShard(replace(built_shard, is_updated=is_updated, least_recall=floor), len(changes))
 
     @cached_property
     def corpus(self) -> Corpus:
