@@ -315,21 +315,21 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
     task = staging.encode_task(run, corpus, resolve_encoder(run))
     chunks = [staging.chunks_of(task, corpus, shard)[0] for shard in (0, 1)]
     encoder, embedding, written_paths = encode.ChunkEncoder(task), Event(), []
-    embed, write = encode.embed_chunk, staging.EncodeTask.write_chunk
+    embed, write = encode.embed_chunk, staging.EncodeTask.write_staged
 
     def record(*arguments):
         if written_paths:
             embedding.set()
         return embed(*arguments)
 
-    def slow(self, store, chunk, block, unread_counts):
-        written_paths.append(self.chunk_path(chunk))
+    def slow(self, store, path, blocks, unread_counts):
+        written_paths.append(path)
         if len(written_paths) == 1:
             assert embedding.wait(60), "nothing was embedded while a chunk was written"
-        write(self, store, chunk, block, unread_counts)
+        write(self, store, path, blocks, unread_counts)
 
     monkeypatch.setattr(encode, "embed_chunk", record)
-    monkeypatch.setattr(staging.EncodeTask, "write_chunk", slow)
+    monkeypatch.setattr(staging.EncodeTask, "write_staged", slow)
     rows = [encode.tokenize_chunk(pa.Table.from_pylist([chunk._asdict()]), task) for chunk in chunks]
     with ThreadPoolExecutor(2) as pool:
         assert [one.column("passages").to_pylist() for one in pool.map(encoder, rows)] == [

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from mvr_ray.checksums import add_trailer, without_trailer
+from mvr_ray.checksums import without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
@@ -35,6 +35,7 @@ from mvr_ray.distributed.indexing.carry_over import (
     embedded_corpora,
     find_copies,
     has_refined_views,
+    passages_of,
 )
 from mvr_ray.distributed.indexing.lexical import LexicalTask, are_whole, build_lexical, find_base
 from mvr_ray.distributed.indexing.shards import BuiltShard
@@ -585,20 +586,16 @@ def stage_originals(task: EncodeTask, corpus: Corpus, shards: Sequence[int], pro
 def write_originals(task: EncodeTask, shard: int, ids: Sequence[str]) -> None:
     """Write the embeddings of these passages of a shard, as far as it has them encoded, from its chunks."""
     store, corpus = Store(task.store), task.open_corpus()
-    part, own_ids = corpus.part(shard), {*ids}
+    part = corpus.part(shard)
     rows = task.plan(store, shard).rows_to_encode(len(part))
     places = sorted(bisect_left(rows, part.row(name)) for name in ids)
-    with store.scratch() as folder:
-        file = folder / "originals.arrow"
-        with task.embedding_writer(file) as writer:
-            for chunk in chunks_of(task, corpus, shard):
-                if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
-                    for block in _open_staged(store, task, shard, task.chunk_path(chunk)).blocks():
-                        own = [BlockRow(name, 0, row) for row, name in enumerate(block.ids) if name in own_ids]
-                        if own:
-                            writer.write(gather_rows([block], own))
-        add_trailer(file)
-        store.put_file(file, task.originals_path(shard, ids))
+    blocks = (
+        block
+        for chunk in chunks_of(task, corpus, shard)
+        if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop)
+        for block in _open_staged(store, task, shard, task.chunk_path(chunk)).blocks()
+    )
+    task.write_staged(store, task.originals_path(shard, ids), passages_of(blocks, {*ids}))
 
 
 def _encoded_chunks(

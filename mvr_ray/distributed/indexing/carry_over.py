@@ -26,7 +26,6 @@ from functools import cached_property
 
 import numpy as np
 
-from mvr_ray.checksums import add_trailer
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.indexing.shards import (
@@ -335,13 +334,7 @@ def carry_shard(
             source_matches = source_matches if is_complete else None
             take(source, _ids_of_same_content(source, remaining, source_matches, own_matches))
     if places:
-        with store.scratch() as folder:
-            file = folder / "carried.arrow"
-            with task.embedding_writer(file) as writer:
-                for block in gather_batches(blocks, sorted(places)):
-                    writer.write(block)
-            add_trailer(file)
-            store.put_file(file, task.carried_path(shard))
+        task.write_staged(store, task.carried_path(shard), gather_batches(blocks, sorted(places)))
         rows = [row for row, name in enumerate(part.ids()) if name in remaining]
         plan = replace(plan, rows=rows, is_carried=True)
     task.write_plan(store, shard, plan)
@@ -434,16 +427,19 @@ def _unchanged_ids(source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict
 def _blocks_with(source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
     """Yield blocks of these passages of a source, as far as its shards are undamaged."""
     for number, own in ids_by_shard(passage_ids, len(source.version.shards)).items():
-        ids = set(own)
         try:
             embeddings = source.embeddings(number)
         except (MissingInputError, StorageError) as error:
             _skip_source(source, error)
             continue
-        for block in embeddings.blocks():
-            rows = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
-            if rows:
-                yield gather_rows([block], rows)
+        yield from passages_of(embeddings.blocks(), set(own))
+
+
+def passages_of(blocks: Iterable[EmbeddingBlock], ids: Collection[str]) -> Iterator[EmbeddingBlock]:
+    """Yield the passages of these ids, as blocks of them."""
+    for block in blocks:
+        if rows := [BlockRow(name, 0, row) for row, name in enumerate(block.ids) if name in ids]:
+            yield gather_rows([block], rows)
 
 
 def _ids_of_same_content(

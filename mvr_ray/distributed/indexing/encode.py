@@ -163,7 +163,7 @@ class ChunkEncoder:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
             unread_counts = UnreadCounts(*(batch.column(name)[0].as_py() for name in UnreadCounts._fields))
-            task.write_chunk(self.store, chunk, block, unread_counts)
+            task.write_staged(self.store, path, [block], unread_counts)
         return pa.table({"passages": pa.array([chunk.stop - chunk.start])})
 
 

@@ -91,7 +91,7 @@ class ExternalVectors:
                 ids = corpus.part(chunk.shard).ids()
                 rows = task.plan(store, chunk.shard).rows_to_encode(len(ids))[chunk.start : chunk.stop]
                 places = [BlockRow(ids[row], 0, self.rows[ids[row]]) for row in rows]
-                task.write_chunk(store, chunk, gather_rows([self.block], places))
+                task.write_staged(store, task.chunk_path(chunk), [gather_rows([self.block], places)])
             progress("given vectors, chunks", number, len(chunks))
 
 

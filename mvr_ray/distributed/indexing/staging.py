@@ -105,16 +105,17 @@ class EncodeTask(NamedTuple):
         draft = self.draft
         return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, unread_counts=unread_counts)
 
-    def write_chunk(
-        self, store: Store, chunk: ChunkRange, block: EmbeddingBlock, unread_counts: UnreadCounts = ALL_READ
+    def write_staged(
+        self, store: Store, path: str, blocks: Iterable[EmbeddingBlock], unread_counts: UnreadCounts = ALL_READ
     ) -> None:
-        """Write the embeddings of a chunk whole."""
+        """Write embeddings whole to one of the paths above."""
         with store.scratch() as folder:
-            file = folder / "chunk.arrow"
+            file = folder / "views.arrow"
             with self.embedding_writer(file, unread_counts) as writer:
-                writer.write(block)
+                for block in blocks:
+                    writer.write(block)
             add_trailer(file)
-            store.put_file(file, self.chunk_path(chunk))
+            store.put_file(file, path)
 
     def open_corpus(self) -> Corpus:
         return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
