@@ -216,11 +216,11 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     store = Store(run.store.path)
     base = version = manifests.read(store, run.index.name)
     changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
-    lexical = base.lexical
+    lexical, staging = base.lexical, staging_key(base, len(base.shards))
     if changed_entries or (lexical and lexical.has_changes):
         with (
             session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]),
-            shards.renew_periodically(store, base, _compact_key(base), run.index.grace_s),
+            shards.renew_periodically(store, base, staging, run.index.grace_s),
         ):
             is_rebuilt = changed_entries and base.index_params["kind"] != "flat"
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
@@ -233,10 +233,10 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 language = rule_of(store, base.index, lexical).language
-                words = LexicalTask(corpus, base.index, len(base.shards), language, key=_compact_key(base))
+                words = LexicalTask(corpus, base.index, len(base.shards), language, key=staging)
                 lexical = compact_lexical(words, lexical, progress)
             version = publish_rewritten(store, base, dataclasses.replace(new, lexical=lexical), progress)
-        store.delete_dir(paths.staging_dir(base.index, _compact_key(base)))
+        store.delete_dir(paths.staging_dir(base.index, staging))
     else:
         progress("passages before = after", base.num_passages, base.num_passages)
     return CompactReport(
@@ -255,8 +255,4 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     with `sample` queries."""
     if paths.CHANGES not in entry.files:
         return BuiltShard(entry, shards.shard_recall(Store(address), base, entry, sample))
-    return reshard_one(address, base, len(base.shards), _compact_key(base), entry.shard, sample)
-
-
-def _compact_key(base: Manifest) -> str:
-    return f"compact-{base.content_digest()[:16]}"
+    return reshard_one(address, base, len(base.shards), staging_key(base, len(base.shards)), entry.shard, sample)
