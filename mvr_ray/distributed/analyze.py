@@ -185,6 +185,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     gold_views: dict[str, Views] = {}
     matcher = AnswerMatcher(run.evaluate.match)
     need = session.Need("analyzers", 1, run.resources.cpus_per_encoder)
+    entries = [entry for entry in manifest.shards if entry.num_passages]
     ranking_filter = checked_filter(run, passages)
     text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     with session.connect(run.resources, manifest.num_passages, [need]):
@@ -192,7 +193,10 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
             block = questions[start : start + QUESTIONS_AT_ONCE]
             block_QD = queries_QD[start : start + QUESTIONS_AT_ONCE]
             ids = sorted({question.positive_ids[0] for question in block} - gold_views.keys())
-            shards = _search_shards(run, manifest, block_QD, ids, depth, text, progress)
+            shared = share(block_QD), share(ids)
+            calls = [(store.address, manifest, entry, *shared, depth, text) for entry in entries]
+            what, cpus = "analyzing views", run.resources.cpus_per_encoder
+            shards: list[_ShardViews] = run_tasks(_analyze_shard, calls, what, "analyze views", progress, cpus=cpus)
             for shard in shards:
                 gold_views |= shard.own
             for view in compared_views:
@@ -397,22 +401,6 @@ def _answer_view(question: Question, spans: Spans) -> int:
     """Return the view whose snippet holds the first character of the question's answer, -1 where none does."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
-
-
-def _search_shards(
-    run: RunConfig,
-    manifest: Manifest,
-    queries_QD: FloatArray,
-    gold_ids: list[str],
-    depth: int,
-    filter: str,
-    progress: Progress,
-) -> list[_ShardViews]:
-    """Search every shard by each view alone and by all together, on the cluster if there is one."""
-    queries, ids, cpus = share(queries_QD), share(gold_ids), run.resources.cpus_per_encoder
-    entries = [entry for entry in manifest.shards if entry.num_passages]
-    calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth, filter) for entry in entries]
-    return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(
