@@ -189,12 +189,13 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     ranking_filter = checked_filter(run, passages)
     text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     with session.connect(run.resources, manifest.num_passages, [need]):
+        manifest_ref = share(manifest)
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
             block = questions[start : start + QUESTIONS_AT_ONCE]
             block_QD = queries_QD[start : start + QUESTIONS_AT_ONCE]
             ids = sorted({question.positive_ids[0] for question in block} - gold_views.keys())
-            shared = share(block_QD), share(ids)
-            calls = [(store.address, manifest, entry, *shared, depth, text) for entry in entries]
+            block_ref, ids_ref = share(block_QD), share(ids)
+            calls = [(store.address, manifest_ref, entry, block_ref, ids_ref, depth, text) for entry in entries]
             what, cpus = "analyzing views", run.resources.cpus_per_encoder
             shards: list[_ShardViews] = run_tasks(_analyze_shard, calls, what, "analyze views", progress, cpus=cpus)
             for shard in shards:

@@ -189,6 +189,22 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     assert rewrite.compact(run).version == 3
 
 
+@pytest.mark.ray
+def test_the_version_is_serialised_once_for_all_tasks(tmp_path, ray_session, monkeypatch):
+    """It describes every file of every shard."""
+    base, serialised_versions = publish_random_index(tmp_path, random_views(120, 5), 4), list[int]()
+    publish_update(Store(str(tmp_path)), base, random_views(6, 9), {"p007"})
+
+    def record(version: Manifest) -> object:
+        serialised_versions.append(version.version)
+        return object.__getstate__(version)
+
+    monkeypatch.setattr(Manifest, "__getstate__", record, raising=False)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
+    assert rewrite.compact(run).shards_written > 1 and rewrite.reshard(run, 3).shards == 3
+    assert serialised_versions == [2, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.chaos(
     "compact killed at each call that writes, syncs, names or renames",

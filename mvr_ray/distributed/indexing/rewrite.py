@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.cluster import session
-from mvr_ray.distributed.cluster.tasks import run_tasks
+from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, compact_lexical, rule_of
 from mvr_ray.distributed.indexing.shards import BuiltShard
@@ -76,7 +76,8 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]),
             shards.renew_periodically(store, base, staging, run.index.grace_s),
         ):
-            calls = [(store.address, base, num_shards, staging, shard, sample) for shard in range(num_shards)]
+            shared_base = share(base)
+            calls = [(store.address, shared_base, num_shards, staging, shard, sample) for shard in range(num_shards)]
             memory = shards.builder_memory(base, [math.ceil(base.num_vectors / num_shards)] * num_shards)
             new_shards: list[BuiltShard] = run_tasks(
                 reshard_one, calls, "resharding", "reshard", progress, memory=memory
@@ -224,7 +225,8 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
         ):
             is_rebuilt = changed_entries and base.index_params["kind"] != "flat"
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
-            calls = [(store.address, base, entry, sample) for entry in entries]
+            shared_base = share(base)
+            calls = [(store.address, shared_base, entry, sample) for entry in entries]
             memory = shards.builder_memory(base, [entry.num_vectors for entry in entries])
             results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress, memory=memory)
             built_shards = {result.entry.shard: result for result in results}
