@@ -23,7 +23,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,7 +188,7 @@ def evaluate(
             measurement.add(BM25_SYSTEM, _rank_by_words(run, router, sets, rank, progress, result_store))
         weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
-            best = best_weight(try_weights(run, router, tuning_set, progress=progress))
+            best = best_weight(try_weights(run, router, tuning_set, rank.filter, progress=progress))
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
             weights.append(best.weight)
         for weight in dict.fromkeys(weight for weight in weights if weight is not None):
@@ -465,9 +465,9 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     reports = [QuestionSet(name, read_questions(corpus, name)) for name in names]
     query_set = unreported_questions(corpus, questions, reports, "tune", trained_texts(run, corpus))
     require_words(base)
-    checked_filter(run, corpus)
+    ranking_filter = checked_filter(run, corpus)
     with open_router(run, base.version) as router:
-        rows = try_weights(run, router, query_set, (None, "rrf", *WEIGHTS), progress)
+        rows = try_weights(run, router, query_set, ranking_filter, (None, "rrf", *WEIGHTS), progress)
     weight = best_weight(rows).weight
     setting = f"search.hybrid={'null' if weight is None else weight if isinstance(weight, str) else f'{weight:g}'}"
     log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, questions, setting)
@@ -529,13 +529,14 @@ def try_weights(
     run: RunConfig,
     router: Router,
     questions: QuestionSet,
+    filter: Mapping[str, Any] | None,
     weights: Sequence[HybridWeight | None] = WEIGHTS,
     progress: Progress = no_progress,
 ) -> list[WeightAccuracy]:
     """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
     own_ids = own_passages(questions.questions, router.corpus, run.prepare.sources)
     depth = DEPTH + most_ids(own_ids)
-    ranker = QuestionRanker(router, RankSettings(k=depth, filter=run.retrieve.filter))
+    ranker = QuestionRanker(router, RankSettings(k=depth, filter=filter))
     batches = questions.batches(run.retrieve.batch)
     queries = [ranker.embed(batch) for batch in batches]
     rows = []

@@ -1315,7 +1315,7 @@ def test_a_question_that_is_a_passage_itself_is_no_hit_of_its_own(index: Index, 
         values = {row.metric: row.value for row in report.rows}  # the last system has all views
         assert values["gold/top-1"] == is_itself and (values["gold/ndcg@10"] == 1) == is_itself
     with open_router(run) as router:
-        [dense] = try_weights(run, router, QuestionSet("own", [question]), [None])
+        [dense] = try_weights(run, router, QuestionSet("own", [question]), None, [None])
     assert dense.top1 == is_itself
     corpus = only_corpus(Store(run.store.path))
     own_ids = own_passages([question], corpus).get(own_id, ())

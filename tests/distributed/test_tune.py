@@ -46,9 +46,13 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     assert (report.questions, report.num_questions, report.version) == ("dev", 40, 2)
 
 
-def test_weights_are_tried_under_the_filter_of_retrieval(lexical_index, run_over):
-    settings = {"evaluate": {"questions": []}, "retrieve": {"filter": {"title": "nothing"}}}
+@pytest.mark.parametrize("title", ["nothing", {"in": np.array(["nothing"])}], ids=["json", "python"])
+def test_weights_are_tried_under_the_filter_of_retrieval(lexical_index, run_over, title):
+    settings = {"evaluate": {"questions": []}, "retrieve": {"filter": {"title": title}}}
     assert {row.top20 for row in tune(run_over(lexical_index, **settings), "dev").rows} == {0.0}
+    run = run_over(lexical_index, **{**settings, "evaluate": {"hybrid": "dev", "bm25": False}})
+    others = QuestionSet("others", [Question("q", "Who wrote it?", ("nobody",))])
+    assert {row.value for row in evaluate.evaluate(run, sets=[others]).rows} == {0.0}
     with pytest.raises(ConfigError, match=r"^retrieve\.filter: .* no field 'year'"):
         tune(run_over(lexical_index, **{**settings, "retrieve": {"filter": {"year": 1}}}), "dev")
 
