@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -181,8 +182,14 @@ def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float
 
 def loads(part: Part, both: Both) -> None:
     """Run the same clients with and without batching, in turn."""
-    together = DynamicBatcher(both.router.fleet)
-    batching_router = Router(both.router.store, both.router.manifest, together)
+    call_starts: list[float] = []
+
+    def fan_out(*arguments: Any, **options: Any) -> ShardResults:
+        call_starts.append(time.perf_counter())
+        return both.router.fleet.fan_out(*arguments, **options)
+
+    fleet: Any = SimpleNamespace(fan_out=fan_out)
+    batching_router = Router(both.router.store, both.router.manifest, DynamicBatcher(fleet))
     cases = {"one by one": both.router, "coalesced": batching_router}
     runs: dict[str, list[ClientLoad]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
@@ -198,7 +205,7 @@ def loads(part: Part, both: Both) -> None:
         total = ClientLoad([s for one in many for s in one.latencies], sum(m.misses for m in many), seconds)
         part.facts[f"{CLIENTS} clients, {name}, queries/s of each round"] = ", ".join(f"{one.rate:.1f}" for one in many)
         part.facts[f"{CLIENTS} clients of one query each, {name}"] = total.facts()
-    size = together.searches / together.calls
+    size = sum(len(one.latencies) for one in runs["coalesced"]) / len(call_starts)
     part.facts["searches put together, mean"] = size
     gain = statistics.median(b.rate / a.rate for a, b in zip(*runs.values()))
     misses = sum(one.misses for one in runs["coalesced"])

@@ -32,7 +32,7 @@ def test_searchers_of_one_machine_share_what_is_free_there(searchers, left_bytes
         with pytest.raises(ResourceError, match=rf"^it not opened: its new shards ({numbers})\. "):
             require_memory("it", [own for *_, own in searchers], usages)
     else:
-        assert require_memory("it", [own for *_, own in searchers], usages) == sum(added_bytes.values())
+        require_memory("it", [own for *_, own in searchers], usages)
 
 
 @given(SHARDS, SHARDS, st.integers(1, 400))

@@ -101,8 +101,6 @@ class DynamicBatcher:
         self.fleet = fleet
         self.max_queries = max_queries
         self.concurrent_calls = concurrent_calls
-        self.searches = 0
-        self.calls = 0
         self._running = 0
         self._queue: deque[_Search] = deque()
         self._seconds: deque[float] = deque(maxlen=32)
@@ -124,11 +122,9 @@ class DynamicBatcher:
             return self.fleet.fan_out(request, deadline, admit=admit, on_partial=on_partial)
         began_s = time.monotonic()
         with self._lock:
-            self.searches += 1
             is_direct = self._running < self.concurrent_calls and not self._queue
             if is_direct:
                 self._running += 1
-                self.calls += 1
             else:
                 self._queue.append(search)
         if is_direct:
@@ -164,7 +160,6 @@ class DynamicBatcher:
             for search in searches:
                 self._queue.remove(search)
             self._running += 1
-            self.calls += 1
         batch, began_s = _SearchBatch(searches), time.monotonic()
         with logs.request_context(first.request_id):
             run = copy_context().run  # log lines of a batch carry the request of its first search

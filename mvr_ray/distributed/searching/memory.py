@@ -28,11 +28,11 @@ class MemoryUsage(NamedTuple):
 
 def require_memory(
     what: str, shards: Sequence[Mapping[str, int]], usages: Sequence[MemoryUsage], limit_bytes: int = 0
-) -> int:
-    """Count the bytes to open so that each searcher holds its `shards` (bytes by key); `usages` are in the same order.
+) -> None:
+    """Raise InsufficientMemoryError, with the bytes needed and available, unless each searcher can hold its `shards`
+    (bytes by key); `usages` are in the same order.
 
-    `limit_bytes` bounds the bytes of one searcher; 0: the searchers of one machine share its free memory. Raises
-    InsufficientMemoryError with the bytes needed and the bytes available.
+    `limit_bytes` bounds the bytes of one searcher; 0: the searchers of one machine share its free memory.
     """
     bytes_by_node: Counter[str] = Counter()
     for own, usage in zip(shards, usages, strict=True):
@@ -51,7 +51,6 @@ def require_memory(
                 f"{what} not opened: its new shards need {num_bytes:,} bytes on {node}, which has {free:,} free. "
                 f"Use more nodes, or stop the searchers first"
             )
-    return sum(bytes_by_node.values())
 
 
 def free_bytes() -> int:
