@@ -49,7 +49,7 @@ def open_bm25(run: RunConfig, corpus: Corpus, progress: Progress = no_progress) 
     for version in manifests.newest_first(store, run.index.name, require_live=False):
         if version.lexical and version.corpus_digest == corpus.digest and len(version.shards) == corpus.num_shards:
             try:
-                statistics = open_statistics(store, version)
+                statistics = open_statistics(store, version.index, version.lexical.statistics)
                 if statistics.rule != WordRule(language):
                     continue
                 open_files = partial(manifests.open_lexical, store, version.index)

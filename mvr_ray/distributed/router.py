@@ -60,7 +60,7 @@ from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
-from mvr_ray.store.manifest import INDEX_WORDS, Manifest
+from mvr_ray.store.manifest import INDEX_WORDS, LexicalPart, Manifest
 from mvr_ray.store.questions import example_queries
 from mvr_ray.types import (
     SEARCHED,
@@ -383,10 +383,10 @@ class Router:
         return {one.id: np.array([statistics.score(own, of) for own in words], np.float32) for one, of in counts}
 
     def _statistics(self) -> CorpusStatistics:
-        require_words(self.manifest)
+        files = require_words(self.manifest).statistics
         with self._lock:
             if self._corpus_statistics is None:
-                self._corpus_statistics = open_statistics(self.store, self.manifest)
+                self._corpus_statistics = open_statistics(self.store, self.manifest.index, files)
             return self._corpus_statistics
 
     def _parts(
@@ -572,13 +572,14 @@ class Router:
         log.warning(message)
 
 
-def require_words(manifest: Manifest) -> None:
-    """Raise ShardIndexError for a version without the words of its passages."""
+def require_words(manifest: Manifest) -> LexicalPart:
+    """Return the words of a version's passages. Raises ShardIndexError for one without."""
     if manifest.lexical is None:
         raise ShardIndexError(
             f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
             f"needs; {INDEX_WORDS}"
         )
+    return manifest.lexical
 
 
 @contextmanager

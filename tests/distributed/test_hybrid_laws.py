@@ -34,7 +34,6 @@ from mvr_ray.distributed.indexing.lexical import (
     find_base,
     open_statistics,
     repair_lexical,
-    rule_of,
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
@@ -292,11 +291,11 @@ def test_words_of_an_earlier_rule_answer_by_it_until_any_writing_finds_them_anew
     assert manifests.verify(store, earlier).problems == []
     whole = build_lexical(LexicalTask(corpus, "random", 2, "english"))
     assert compact_lexical(LexicalTask(corpus, "random", 2, "english"), earlier.lexical) == whole
-    assert rule_of(store, "random", earlier.lexical) == WordRule(find=find_words_as_bm25s)
+    assert open_statistics(store, "random", earlier.lexical.statistics).rule == WordRule(find=find_words_as_bm25s)
     version = manifests.publish(store, dataclasses.replace(earlier, parent=earlier.version, lexical=whole))
     assert find_base(store, "random", corpus, "english") == version
     assert find_base(store, "random", corpus, "german") is None
-    assert rule_of(store, "random", whole) == WordRule()
+    assert open_statistics(store, "random", whole.statistics).rule == WordRule()
     assert matching_ids(version, "学生") == ["p0", "p1"] and matching_ids(version, "छात्र") == ["p3"]
     assert matching_ids(earlier, "学生") == ["p0"]
 
@@ -325,9 +324,7 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
         rows = {name: row for name, row in (rows | changed_rows).items() if name not in deleted_ids}
         lexical = build_lexical(LexicalTask(corpus, "random", shards, language, version, most_share=1.0))
         whole = build_lexical(LexicalTask(corpus, "random", shards, language))
-        statistics, exact = (
-            open_statistics(store, dataclasses.replace(version, lexical=own)) for own in (lexical, whole)
-        )
+        statistics, exact = (open_statistics(store, "random", own.statistics) for own in (lexical, whole))
         for own_files, whole_file in zip(lexical.postings, whole.postings, strict=True):
             own, other = (
                 Postings(*manifests.open_lexical(store, "random", files)) for files in (own_files, whole_file)

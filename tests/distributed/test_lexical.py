@@ -42,7 +42,9 @@ def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest, languag
         for at, entry in enumerate(version.shards):
             folder = manifest.open_shard(store, version.index, entry)
             ids = open_embeddings(folder, entry.files).ids()
-            own = open_postings(store, version, at).scores(words, open_statistics(store, version))
+            own = open_postings(store, version, at).scores(
+                words, open_statistics(store, version.index, version.lexical.statistics)
+            )
             scores |= dict(zip(ids, own.tolist(), strict=True))
         assert len(scores) == corpus.num_passages and expected
         assert {i: s for i, s in scores.items() if s} == {hit.passage_id: hit.score for hit in expected}
@@ -137,7 +139,10 @@ def test_damaged_words_are_found_and_written_again_from_the_corpus(with_words, r
     (problem,) = manifest.verify(store, version).problems
     assert problem.shard == LEXICAL and problem.path in str(path)
     with pytest.raises(manifest.DigestError, match=r"missing or damaged .*versions CONFIG repair"):
-        open_statistics(store, version), [open_postings(store, version, at) for at in range(3)]
+        (
+            open_statistics(store, version.index, version.lexical.statistics),
+            [open_postings(store, version, at) for at in range(3)],
+        )
     report = repair.repair(store, version)
     assert [(one.shard, one.state) for one in report.repairs] == [(LEXICAL, "repaired")]
     assert path.read_bytes() == whole and not manifest.verify(store, version).problems

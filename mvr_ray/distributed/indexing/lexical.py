@@ -83,7 +83,7 @@ def find_base(store: Store, index: str, corpus: Corpus, language: str) -> Manife
             continue
         try:
             is_whole = is_over_parts(store, version) and are_whole(store, index, version.lexical.statistics)
-            if is_whole and rule_of(store, index, version.lexical) == WordRule(language):
+            if is_whole and open_statistics(store, index, version.lexical.statistics).rule == WordRule(language):
                 return version
         except (MissingInputError, StorageError, ShardIndexError):
             continue
@@ -94,11 +94,6 @@ def is_over_parts(store: Store, version: Manifest) -> bool:
     """Return whether the shards of a version are the parts of its corpus, as those of a resharded one are not. Raises
     MissingInputError, StorageError."""
     return Corpus.open(store, version.corpus, version.corpus_digest).num_shards == len(version.shards)
-
-
-def rule_of(store: Store, index: str, part: LexicalPart) -> WordRule:
-    """Return the rule of a version's words. Raises DigestError, ShardIndexError."""
-    return CorpusStatistics(*manifests.open_lexical(store, index, part.statistics)).rule
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
@@ -160,7 +155,7 @@ def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
     """Rewrite the words with every file whole, as in a version built from scratch."""
-    if rule_of(task.corpus.store, task.index, part) != task.rule:
+    if open_statistics(task.corpus.store, task.index, part.statistics).rule != task.rule:
         return build_lexical(task, progress)
     what = "compact the words"
     changed_shards = [shard for shard, own in enumerate(part.postings) if len(own) > 1]
@@ -174,7 +169,7 @@ def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_
     """Merge statistics and a change into one file."""
     if len(files) == 1 and change == NO_CHANGE:
         return files
-    statistics = CorpusStatistics(*manifests.open_lexical(task.corpus.store, task.index, files))
+    statistics = open_statistics(task.corpus.store, task.index, files)
     return (_add(task, lambda path: write_statistics_changes(statistics, 0, change, path)),)
 
 
@@ -221,17 +216,16 @@ def language_of(store: Store, index: str, files: Files) -> str:
     return WordRule().language
 
 
-def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
-    """Open the statistics of the version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
-    assert manifest.lexical, "the version has no words"
-    return CorpusStatistics(*manifests.open_lexical(store, manifest.index, manifest.lexical.statistics))
+def open_statistics(store: Store, index: str, files: Files) -> CorpusStatistics:
+    """Open the statistics of a version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
+    return CorpusStatistics(*manifests.open_lexical(store, index, files))
 
 
 def has_words(store: Store, manifest: Manifest, language: str) -> bool:
     """Return whether a version has words of this language by today's rule, whole in the store."""
     if manifest.lexical is None or not are_whole(store, manifest.index, manifest.lexical.files):
         return False
-    return rule_of(store, manifest.index, manifest.lexical) == WordRule(language)
+    return open_statistics(store, manifest.index, manifest.lexical.statistics).rule == WordRule(language)
 
 
 def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> Iterator[Passage]:
@@ -283,7 +277,7 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
     change = WordCounts(num_passages, num_words, {term: count for term, count in frequencies.items() if count})
     if change == NO_CHANGE:
         return files
-    before = CorpusStatistics(*manifests.open_lexical(task.corpus.store, task.index, files))
+    before = open_statistics(task.corpus.store, task.index, files)
     sizes, num_own = before.num_changes, len(change.frequencies)
     if sum(sizes) + num_own > task.most_share * before.num_terms:
         return _merged_statistics(task, files, change)

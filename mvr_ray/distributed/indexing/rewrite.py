@@ -23,7 +23,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.indexing import shards
-from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, compact_lexical, rule_of
+from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical, compact_lexical, open_statistics
 from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -85,7 +85,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             new = rewritten_manifest(base, "reshard", new_shards)
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                rule = rule_of(store, base.index, base.lexical)
+                rule = open_statistics(store, base.index, base.lexical.statistics).rule
                 words = LexicalTask(corpus, base.index, num_shards, rule.language, key=staging)
                 statistics = base.lexical.statistics if rule == words.rule else ()  # the same in any shards
                 new = dataclasses.replace(new, lexical=build_lexical(words, progress, statistics=statistics))
@@ -234,7 +234,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             new = rewritten_manifest(base, "compact", new_shards)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                language = rule_of(store, base.index, lexical).language
+                language = open_statistics(store, base.index, lexical.statistics).rule.language
                 words = LexicalTask(corpus, base.index, len(base.shards), language, key=staging)
                 lexical = compact_lexical(words, lexical, progress)
             version = publish_rewritten(store, base, dataclasses.replace(new, lexical=lexical), progress)
