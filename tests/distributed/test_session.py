@@ -496,6 +496,45 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
     assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
 
 
+LEFT_WHILE_A_THREAD_CONNECTS = """
+import sys, threading, time
+import ray
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.cluster.session import connect
+from mvr_ray.distributed.searching import transport
+
+connecting = threading.Event()
+
+def refuse_late(*_, **__):
+    connecting.set()
+    time.sleep(float(sys.argv[1]))
+    raise OSError("refused")
+
+@ray.remote(concurrency_groups={"health": 1})
+class Searcher:
+    def endpoint(self):
+        return "grpc://127.0.0.1:1", "token", b""
+
+transport.flight.FlightClient = refuse_late
+with connect(ResourcesConfig(local_cpus=2)):
+    connection = transport.Connection(Searcher.remote(), 1)
+    connection.add_waiting(1)
+    connection.call("search", "1", b"", transport.Deadline.after(1))
+    connecting.wait()
+time.sleep(2)
+print("left", ray.is_initialized())
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 2])
+def test_a_session_is_left_after_the_threads_that_use_it(tmp_path: Path, seconds: float):
+    """Ray ends a process with status 1 and no message if a thread frees a reference while another leaves."""
+    command = [sys.executable, "-c", LEFT_WHILE_A_THREAD_CONNECTS, str(seconds)]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert (child.returncode, child.stdout) == (0, "left False\n"), child.stderr
+
+
 BEFORE_AND_AFTER = """
 import json, logging, os, signal
 import ray.data

@@ -62,12 +62,16 @@ _RAY_DIGITS = 4
 """Decimal places with which Ray counts resources."""
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_S = 30.0
+_CALLS_S = 10.0
+"""How long a process waits for its threads' calls before it leaves Ray: those to killed actors end at once."""
 _HEAD_CHECK_S = 5.0
 T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
 _session, _settings, _num_users, _session_lock = ExitStack(), ExitStack(), 0, threading.RLock()
 """The session that this process entered, the settings of the process around it, also around one of other code, the
 number of the blocks that use them, and the lock of all."""
+_calls, _num_calls = threading.Condition(), 0
+"""Held while this process leaves Ray, and the number of blocks of `using_ray`."""
 _stays_local: ContextVar[bool] = ContextVar("mvr_ray_stays_local", default=False)
 """Whether the work of this thread began in this process. The threads of its pools never ask."""
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
@@ -250,6 +254,21 @@ def close_before_leaving(stream: Generator[T]) -> Generator[T]:
     return stream
 
 
+@contextmanager
+def using_ray() -> Iterator[None]:
+    """Let other threads leave a Ray session only after the block. A thread that calls Ray, or frees a reference, while
+    another leaves would end the process: Ray then does so with status 1 and no message."""
+    global _num_calls
+    with _calls:
+        _num_calls += 1
+    try:
+        yield
+    finally:
+        with _calls:
+            _num_calls -= 1
+            _calls.notify_all()
+
+
 def _leave_ray() -> None:
     import ray
 
@@ -258,7 +277,9 @@ def _leave_ray() -> None:
             with suppress(ValueError):  # another thread reads it
                 stream.close()
     finally:
-        ray.shutdown()
+        with _calls:  # no other thread begins a call meanwhile
+            _calls.wait_for(lambda: not _num_calls, _CALLS_S)
+            ray.shutdown()
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from mvr_ray import errors
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import unwrap_error
 from mvr_ray.distributed.searching.messages import frame, split_frame
 from mvr_ray.errors import ConfigError, MvrRayError, first_line
@@ -259,7 +260,7 @@ class Connection:
         future: Future[pa.Buffer] = Future()
         with self._lock:
             self._running.add(future)
-        self._threads.submit(self._call, future, method, call, message, deadline.left_s + LINGER_S)
+        self._threads.submit(self._call_in_ray, future, method, call, message, deadline.left_s + LINGER_S)
         return future
 
     def close(self) -> None:
@@ -274,6 +275,10 @@ class Connection:
         for future in running:
             if future.set_running_or_notify_cancel():
                 future.set_exception(ConnectionLost("the searcher is being restarted"))
+
+    def _call_in_ray(self, *arguments: Any) -> None:
+        with session.using_ray():
+            self._call(*arguments)
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
         try:
@@ -358,8 +363,12 @@ class Connection:
             self._connecting = self._connecting or idle
             if not idle:
                 return self._client
-        threading.Thread(target=self._connect, name="mvr-connect", daemon=True).start()
+        threading.Thread(target=self._connect_in_ray, name="mvr-connect", daemon=True).start()
         return None
+
+    def _connect_in_ray(self) -> None:
+        with session.using_ray():
+            self._connect()
 
     def _connect(self) -> None:
         client, retry_s, epoch, authority = None, RETRY_S, self._epoch, b""
