@@ -26,6 +26,7 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.periodic import run_every, run_periodically
 from mvr_ray.distributed.cluster.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, require_words, searcher_task
@@ -106,7 +107,8 @@ class HotSwapRouter:
         self._open = {manifest.version: self._live}
         self._cache: list[_OpenVersion] = []
         own = weakref.proxy(self)  # as in `Router`
-        self._loader = VersionLoader(lambda manifest: own._open_in_cache(manifest), max_waiting)
+        open_version = session.using_ray()(lambda manifest: own._open_in_cache(manifest))
+        self._loader = VersionLoader(open_version, max_waiting)
         self._same_bytes = b""
         self.state = SwapState(manifest.version, True)
 
@@ -405,7 +407,7 @@ def open_hot_swap_router(
             monitor = HealthMonitor(searchers.dispatcher, resources.hung_s)
             stack.enter_context(run_every(probe_s, lambda: monitor.check(time.monotonic()), "mvr-health", join_s=None))
             rebalancer = Rebalancer(searchers, searcher_task(run, manifest, local=False), resources)
-            stack.enter_context(run_every(probe_s, rebalancer.rebalance, "mvr-rebalancer"))
+            stack.enter_context(run_every(probe_s, session.using_ray()(rebalancer.rebalance), "mvr-rebalancer"))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:
