@@ -50,6 +50,7 @@ RETRY_S = 2
 MEMORY_S = 60.0
 """Time for which the result of a job is kept for a repeated request; after that the files are read again."""
 _SOURCE = "send a manifest as it lies in the store, indexes/<name>/versions/<n>.json"
+_NOT_READABLE = "not_readable", "give the server read access to all of the store's files"
 UNREADABLE = DigestError, ManifestError
 """Errors of a manifest that is damaged or a newer program's."""
 
@@ -286,7 +287,7 @@ class _PublishJob:
         shard = open_embeddings(self.store.local_path(folder), entry.files)
         return shard.dimension, shard.num_passages, shard.num_vectors
 
-    @_access_refused("not_readable", "give the server read access to all of the store's files")
+    @_access_refused(*_NOT_READABLE)
     def _check_files(self, part: Manifest, field: str) -> None:
         try:
             for problem in manifests.verify(self.store, part).problems:
@@ -294,7 +295,7 @@ class _PublishJob:
         except FormatError as error:
             raise _not_whole(field, str(error)) from None
 
-    @_access_refused("not_readable", "give the server read access to all of the store's files")
+    @_access_refused(*_NOT_READABLE)
     def _check_sources(self) -> None:
         """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are whole here."""
         manifest, hint = self.manifest, "copy its folder there, too"

@@ -227,7 +227,7 @@ def _embed(
 def _build_shards(
     cfg: IndexConfig, corpus: Corpus, task: EncodeTask, plan: _Plan, progress: Progress
 ) -> list[BuiltShard]:
-    """Build every shard that is not reused, a task each."""
+    """Build the shards, or measure those that are reused, a task each."""
     originals = share(stage_originals(task, corpus, plan.others, progress))
     calls = [(task, shard, plan.reusable.get(shard), cfg, originals) for shard in range(corpus.num_shards)]
     vectors = [part.num_passages * plan.draft.num_views for part in corpus.info.parts]
