@@ -13,7 +13,7 @@ from mvr_ray.types import no_progress
 
 
 def exported_series(until: str) -> dict[str, float]:
-    """Wait for a series of that name, and return our series that this node exports."""
+    """Wait for a series of that name and labels, and return our series that this node exports."""
     [node] = [node for node in ray.nodes() if node["Alive"]]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + 60
@@ -21,11 +21,12 @@ def exported_series(until: str) -> dict[str, float]:
         text = ""
         with suppress(OSError):  # a busy node's exporter refuses, or is late
             text = urllib.request.urlopen(address, timeout=10).read().decode()
-        if until in text:
-            return {
-                " ".join([name, *re.findall(r'(?:stage|step|index)="([^"]*)"', labels)]): float(value)
-                for name, labels, value in re.findall(r"^(ray_mvr_ray_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
-            }
+        series = {
+            " ".join([name, *re.findall(r'(?:stage|step|index)="([^"]*)"', labels)]): float(value)
+            for name, labels, value in re.findall(r"^(ray_mvr_ray_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
+        }
+        if until in series:
+            return series
         time.sleep(0.5)
     raise AssertionError(f"{until} never came at {address}")
 
@@ -46,7 +47,7 @@ def test_a_node_exports_how_far_a_job_is_when_it_moved_and_what_a_round_brought(
     progress("refine round 1: retrieve", 1, 8)
     progress("refine round 2: retrieve (loss 0.5, dev 0.25)", 3, 8)
     job_metrics.record_round("squad", {"gate_top1": 0.625, "labelled_top1": float("nan")})
-    series = exported_series("ray_mvr_ray_refine_gate_top1")
+    series = exported_series("ray_mvr_ray_refine_gate_top1 squad")
     assert series["ray_mvr_ray_refine_gate_top1 squad"] == 0.625
     series = {name: value for name, value in series.items() if " squad" in name}  # without other jobs' series
     steps = {name: value for name, value in series.items() if "job_done" in name or "job_total" in name}

@@ -107,7 +107,8 @@ def cluster() -> Iterator[Cluster]:
         subprocess.run(["bash", "-e", "-c", ONCE], cwd=folder, env=environment, check=True, capture_output=True)
         with ExitStack() as nodes:
             nodes.enter_context(terminal(with_options(HEAD, port, head_options), folder, environment))
-            nodes.enter_context(terminal(with_options(SECOND, port, own[1]), folder, environment))
+            second = SECOND.replace("/tmp/ray-2", f"{folder}/ray-2")
+            nodes.enter_context(terminal(with_options(second, port, own[1]), folder, environment))
             yield Cluster(port, environment, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -185,7 +186,7 @@ def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(
         assert manifest.verify(actual, by_job).problems == []
     assert len({manifest.read(actual, "squad", version).content_digest() for version in (1, 2)}) == 2
 
-    uploads = list(cluster.folder.glob("ray/session_2*/runtime_resources/working_dir_files/_ray_pkg_*/"))
+    uploads = list(cluster.folder.glob("ray*/session_2*/runtime_resources/working_dir_files/_ray_pkg_*/"))
     assert uploads
     for upload in uploads:
         names = {path.name for path in upload.iterdir()}
