@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import yaml
+from waiting import until
 
 from mvr_ray.cli import main
 from mvr_ray.client import Client
@@ -126,6 +127,7 @@ def test_no_answer_is_wrong_while_the_second_half_of_a_dump_arrives_as_an_update
             assert enough.wait(60)
             (tmp_path / "source" / "1.xml.bz2").write_bytes((data_dir / DUMP).read_bytes())
             command(run, tmp_path, "follow", "--once")
+            until(lambda: answers[-1][1].version == 2)
             page = passages[0].id.partition("#")[0]
             (tmp_path / "source" / "2.jsonl").write_text(json.dumps({"id": page, "delete": True}) + "\n")
             command(run, tmp_path, "follow", "--once")
