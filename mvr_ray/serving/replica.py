@@ -6,6 +6,7 @@ A Serve file imports `mvr_ray.serving.replica:app`. Serve's own HTTP options and
 run file says what is searched. Other machines reach such a Serve, so it needs a token.
 """
 
+import asyncio
 import logging
 import os
 import re
@@ -182,19 +183,23 @@ def _start_serve(run: RunConfig) -> int:
 
 def _shut_down_serve() -> None:
     """Shut down Ray Serve, and do not wait for it once Ray's head has gone: service managers send SIGTERM to every
-    process of a service, and Serve waits half a minute for a controller that has ended, too."""
+    process of a service, and Serve waits half a minute for a controller that has ended, too.
+
+    No thread waits for it: one that still calls Ray while this process leaves it would crash.
+    """
     from mvr_ray.distributed.cluster.ray_internals import listens
 
-    def shut_down() -> None:
-        with suppress(RayError, TimeoutError):
-            serve.shutdown()
-
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    thread = threading.Thread(target=shut_down, name="mvr-serve-shutdown", daemon=True)
-    thread.start()
-    thread.join(_POLL_S)
-    while thread.is_alive() and (listens(host, port) or listens(host, port)):
-        thread.join(_POLL_S)
+
+    async def shut_down() -> None:
+        task = asyncio.create_task(serve.shutdown_async())
+        while not (await asyncio.wait({task}, timeout=_POLL_S))[0]:
+            if not (listens(host, port) or listens(host, port)):
+                task.cancel()
+        with suppress(RayError, TimeoutError, asyncio.CancelledError):
+            await task
+
+    asyncio.run(shut_down())
 
 
 def _end_orphan() -> None:
