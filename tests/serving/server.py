@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 import yaml
 from fastapi import FastAPI
+from waiting import lines_of
 
 from mvr_ray.config import RunConfig
 
@@ -68,7 +69,7 @@ def command(
     with subprocess.Popen(arguments, env=environment, **options) as server:
         try:
             lines: list[str] = []
-            for line in server.stderr:
+            for line in lines_of(server, server.stderr):
                 lines.append(line)
                 if line.startswith("serving on"):
                     break

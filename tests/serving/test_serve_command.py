@@ -28,7 +28,7 @@ from attacks import RawReply, chunked_body, send
 from node_ports import free_ports
 from ray._private.state import actors
 from server import ADMIN, command
-from waiting import until
+from waiting import lines_of, until
 
 from mvr_ray.cli import main
 from mvr_ray.client import Client, RefusedError, UnreachableError
@@ -270,7 +270,7 @@ def test_a_signal_to_every_process_of_a_server_ends_it_as_one_to_the_command(
     with command(run, tmp_path, private=True) as (process, output):
         start_s = time.monotonic()
         os.killpg(process.pid, signal.SIGTERM)
-        output += process.stderr
+        output += lines_of(process, process.stderr, 60)
         process.wait(60)
     assert process.returncode == 0 and output[-1] == "stopping\n", "".join(output)
     assert time.monotonic() - start_s < 25, "Serve waits 30 s"
