@@ -1,5 +1,6 @@
 """Checks what `mvr-ray serve` refuses before any cluster is touched, and an index behind a client."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -133,9 +134,9 @@ def test_a_signal_ends_a_server_and_a_second_one_changes_nothing(tmp_path, monke
     """Nor does a Serve that does not end: its controller may have gone."""
     calls: list[str] = []
 
-    def shutdown() -> None:
+    async def shut_down() -> None:
         calls.append("shut down")
-        raise TimeoutError
+        await asyncio.Event().wait()
 
     class SignallingProxy:
         def start(self, port: int) -> None:
@@ -154,7 +155,7 @@ def test_a_signal_ends_a_server_and_a_second_one_changes_nothing(tmp_path, monke
     monkeypatch.setattr(replica, "_start_serve", lambda run: 7)
     monkeypatch.setattr(replica, "_deploy", lambda run, version, tokens, port: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
-    monkeypatch.setattr(serve, "shutdown", shutdown)
+    monkeypatch.setattr(serve, "shutdown_async", shut_down)
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     serve_until_interrupted(library_run(tmp_path), None, calls.append)
     assert calls[1:2] == ["started over 7"] and calls[-3:] == ["stopping", "stopped", "shut down"]

@@ -146,8 +146,8 @@ def to_openvino(tower: Tower) -> Any:
     with MODEL_LOCK, torch.no_grad(), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")  # about values that a trace fixes: all that varies by text is an input
         # OpenVINO would trace it and check the trace by tracing it again, which takes most of the time of a conversion
-        traced = torch.jit.trace(StatesModule(tower).eval(), example, check_trace=False)
-        model = openvino.convert_model(traced, example_input=example, input=shapes)
+        trace = torch.jit.trace(StatesModule(tower).eval(), example, check_trace=False)
+        model = openvino.convert_model(trace, example_input=example, input=shapes)
     tower.train(training)
     return model
 
