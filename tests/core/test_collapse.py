@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.judging.collapse import collapse_report
+from mvr_ray.core.judging.collapse import collapse_report, dominant_view
 from mvr_ray.types import Passage
 
 TEXTS = [
@@ -103,3 +103,18 @@ def test_local_variation_is_of_the_next_passages_mean_view_as_the_query():
         scores = sorted(own @ query / np.linalg.norm(own, axis=1).max() / np.linalg.norm(query))
         values.append(scores[-1] - np.mean(scores[:-1]))
     assert collapse_report(vectors, mask).lv == pytest.approx(np.mean(values), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wins", "view"),
+    [
+        ([0, 995, 5, 0], 1),
+        ([0, 980, 20, 0], None),
+        ([250, 250, 250, 250], None),
+        ([0, 999, 0, 0], None),
+        ([1000], None),
+        ([0, 0], None),
+    ],
+)
+def test_a_view_dominates_that_wins_nearly_all_of_many_questions(wins, view) -> None:
+    assert dominant_view(wins) == view

@@ -6,6 +6,7 @@ docs/math.md explains the numbers.
 Shapes: P passages, V views per passage, D dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from mvr_ray.types import FloatArray
 
 MAX_COSINE = 0.999
 MIN_LV = 0.001
+MAX_WIN_SHARE, MIN_WINS = 0.98, 1000
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,12 @@ def collapse_report(views_PVD: FloatArray, mask_PV: np.ndarray) -> Collapse:
     if cosine > MAX_COSINE or (lv is not None and lv < MIN_LV):
         return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, Collapse")
     return Collapse(cosine, lv, False, what)
+
+
+def dominant_view(wins_V: Sequence[int]) -> int | None:
+    """Return the view that is the best of its passage for more than 98 % of the questions, so that passages are read by
+    one vector; None for a single view, and below a thousand questions."""
+    num_wins = sum(wins_V)
+    if len(wins_V) < 2 or num_wins < MIN_WINS or max(wins_V) <= MAX_WIN_SHARE * num_wins:
+        return None
+    return int(np.argmax(wins_V))

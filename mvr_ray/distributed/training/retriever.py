@@ -21,7 +21,7 @@ from mvr_ray.config import RunConfig, TrainConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import TITLE, Span, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, TokenizedPassage
-from mvr_ray.core.judging.collapse import collapse_report
+from mvr_ray.core.judging.collapse import collapse_report, dominant_view
 from mvr_ray.core.learning import losses
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
 from mvr_ray.core.learning.training import (
@@ -286,6 +286,11 @@ class RetrieverLoop(StepLoop):
         collapse = collapse_report(*self._embed(self._sample()))
         if collapse.is_collapsed:
             log.warning("views have collapsed: %s", collapse.reason)
+        elif not self.model.spec.has_snippets and (view := dominant_view(sums.wins_V)) is not None:
+            message = (
+                "view %d alone is the best of its passage for %.1f %% of the questions; see docs/math.md, Collapse"
+            )
+            log.warning(message, view, 100 * sums.wins_V[view] / sum(sums.wins_V))
         steps, wins = max(1, sums.steps), max(1, sum(sums.wins_V))
         return EpochReport(
             **fields,
