@@ -9,10 +9,12 @@ import numpy as np
 import Stemmer
 
 from mvr_ray.distributed.indexing.lexical import LexicalTask, build_lexical
-from mvr_ray.distributed.indexing.shards import build_shard
+from mvr_ray.distributed.indexing.shards import build_shard, folder_embeddings
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import manifest, paths
+from mvr_ray.index.kinds import update_index
+from mvr_ray.store import embeddings, manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import open_embeddings, write_changed
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -114,3 +116,27 @@ def hybrid_brute_force(
         for name, dense, view in brute_force(views, query_D, len(views))
     ]
     return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]
+
+
+def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[str]) -> Manifest:
+    """Publish a version with these changes, each in its shard, in a change file or in the first file."""
+    shards = list(base.shards)
+    for entry in base.shards:
+        here = [name for name in sorted({*upserts, *deletions}) if shard_of(name, len(shards)) == entry.shard]
+        own = {
+            name: embeddings.Views(
+                np.array(list(upserts[name]), np.int16), np.array(list(upserts[name].values()), np.float32)
+            )
+            for name in here
+            if name in upserts
+        }
+        if here:
+            shard = open_embeddings(manifest.open_shard(store, base.index, entry), entry.files)
+            with store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                if write_changed(shard, folder, own, [name for name in here if name in deletions]):
+                    params, blocks = IndexParams(**base.index_params), folder_embeddings(folder).blocks()
+                    update_index(params, shard.blocks(), blocks, own, shard.path.parent, folder, 0.25)
+                shards[entry.shard] = build_shard(store, base, entry.shard, folder).entry
+    return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))

@@ -1,8 +1,6 @@
 """Checks the answers of versions after any history of updates, compactions and reshards against brute force."""
 
 import dataclasses
-import shutil
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,49 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from kill_at_call import NEVER, kill_points, run_and_kill
-from random_index import D, Views, brute_force, publish_random_index, random_views
+from random_index import D, brute_force, publish_random_index, publish_update, random_views
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.indexing import rewrite
 from mvr_ray.distributed.indexing.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
-from mvr_ray.distributed.indexing.shards import build_shard, folder_embeddings
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
-from mvr_ray.index.kinds import update_index
-from mvr_ray.store import delta, embeddings, manifest, paths
+from mvr_ray.store import delta, manifest, paths
 from mvr_ray.store.corpus import shard_of
-from mvr_ray.store.delta import open_embeddings, write_changed
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
 WAYS = st.tuples(st.sampled_from(["vectors", "int8"]), st.sampled_from(["fp16", "fp32"]))
-
-
-def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[str]) -> Manifest:
-    """Publish a version with these changes, each in its shard, in a change file or in the first file."""
-    shards = list(base.shards)
-    for entry in base.shards:
-        here = [name for name in sorted({*upserts, *deletions}) if shard_of(name, len(shards)) == entry.shard]
-        own = {
-            name: embeddings.Views(
-                np.array(list(upserts[name]), np.int16), np.array(list(upserts[name].values()), np.float32)
-            )
-            for name in here
-            if name in upserts
-        }
-        if here:
-            shard = open_embeddings(manifest.open_shard(store, base.index, entry), entry.files)
-            with store.scratch() as scratch:
-                folder = scratch / "shard"
-                folder.mkdir()
-                if write_changed(shard, folder, own, [name for name in here if name in deletions]):
-                    params, blocks = IndexParams(**base.index_params), folder_embeddings(folder).blocks()
-                    update_index(params, shard.blocks(), blocks, own, shard.path.parent, folder, 0.25)
-                shards[entry.shard] = build_shard(store, base, entry.shard, folder).entry
-    return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
 
 def publish_compaction(store: Store, base: Manifest) -> Manifest:
@@ -203,40 +173,3 @@ def test_the_version_is_serialised_once_for_all_tasks(tmp_path, ray_session, mon
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
     assert rewrite.compact(run).shards_written > 1 and rewrite.reshard(run, 3).shards == 3
     assert serialised_versions == [2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.chaos(
-    "compact killed at each call that writes, syncs, names or renames",
-    "the live version is whole: the old one or the new one; the same command ends with the undisturbed bytes",
-)
-@pytest.mark.parametrize("params", [IndexParams(scan="int8"), IndexParams(kind="hnsw", hnsw_m=4)], ids=["int8", "hnsw"])
-def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
-    tmp_path, params, record_property, without_ray
-):
-    views, before = random_views(60, 5), Store(str(tmp_path / "before"))
-    publish_update(before, publish_random_index(Path(before.root), views, 3, params), random_views(2, 9), {"p007"})
-
-    def compact_in(store: Store) -> None:
-        sections = {"store": {"path": str(store.root)}, "resources": {"local_passages": 1000}}
-        rewrite.compact(RunConfig.model_validate({**sections, "index": {"name": "random", "recall_sample": 5}}))
-
-    whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
-    compact_in(whole)
-    old, new = manifest.read(before, "random"), manifest.read(whole, "random")
-    control = Store(shutil.copytree(before.root, tmp_path / "undisturbed"))
-    outcomes: list[bool] = []
-    for at in kill_points(run_and_kill(partial(compact_in, control), NEVER)):
-        store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        assert len(run_and_kill(partial(compact_in, store), at)) == at
-        live = manifest.read(store, "random")
-        assert live.content_digest() in (old.content_digest(), new.content_digest())
-        assert manifest.verify(store, live).problems == []
-        outcomes.append(live.version == new.version)
-        compact_in(store)
-        live = manifest.read(store, "random")
-        assert (live.version, live.shards, live.content_digest()) == (new.version, new.shards, new.content_digest())
-        assert manifest.verify(store, live).problems == [] == manifest.verify(store, old).problems
-        shutil.rmtree(store.root)
-    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
-    record_property("figures", f"killed {len(outcomes)} times; the new one was live after {sum(outcomes)}")
