@@ -400,7 +400,7 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"tests that use the shared cluster need the mark `ray`: {', '.join(no_mark)}")
     with_ray = {item.path for item in items if item.get_closest_marker("ray") or "ray_session" in item.fixturenames}
     forks = {item.path for item in items if hasattr(item.module, "run_and_kill")}
-    if both := forks & with_ray:  # a process that has forked may wait for Ray's answer for ever
+    if both := forks & with_ray:  # a fork that frees one of Ray's references spoils its parent's connections
         raise pytest.UsageError(f"tests that fork share a file with tests that use Ray: {', '.join(map(str, both))}")
     items.sort(key=lambda item: (item.get_closest_marker("nodes") is None, item.path not in with_ray))
     for item in items:
