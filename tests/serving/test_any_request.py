@@ -121,7 +121,7 @@ def test_every_body_made_of_the_described_fields_gets_a_documented_status(api, p
             )
 
     send()
-    assert min(statuses[200], statuses[422]) > 20
+    assert statuses[200] > 40 and statuses[422] > 5
 
 
 def test_a_search_of_a_version_that_is_not_served_is_documented(api) -> None:
