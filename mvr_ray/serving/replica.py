@@ -185,7 +185,7 @@ def _shut_down_serve() -> None:
     """Shut down Ray Serve, and do not wait for it once Ray's head has gone: service managers send SIGTERM to every
     process of a service, and Serve waits half a minute for a controller that has ended, too.
 
-    No thread waits for it: one that still calls Ray while this process leaves it would crash.
+    No thread waits for it: one that still calls Ray while this process leaves it may crash it.
     """
     from mvr_ray.distributed.cluster.ray_internals import listens
 
