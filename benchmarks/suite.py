@@ -24,6 +24,7 @@ from measure import FOLDER, KINDS, Bar, in_grid, markdown, measurement, target
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
 OTHERS = (
     "search-avx2",
+    "kernels",
     "encoding-no-bf16",
     "training-no-bf16",
     "encoding-large",
