@@ -251,7 +251,9 @@ class TorchKernel(Kernel):
         return rows_ND.float() if scale_N1 is None else rows_ND.float().mul_(scale_N1)
 
     def max_norm(self, step_rows: Any) -> float:
-        return float(step_rows.square().sum(1).max().sqrt())
+        import torch
+
+        return float(torch.linalg.vector_norm(step_rows, dim=1).max())
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PreparedQueries:
         queries = super().prepare(queries_QD, limit, with_codes)
