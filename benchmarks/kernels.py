@@ -92,13 +92,13 @@ def exact_scores(part: Part, name: str, block: EmbeddingBlock) -> None:
     draw = np.random.default_rng(2)
     queries_QD = synthetic.questions(block.vectors_ND, 32)
     pairs = Pairs(draw.integers(0, 32, PAIRS), draw.integers(0, SHAPE.passages, PAIRS))
-    compiled, plain = BlockTable([block]), BlockTable([block])
+    table, plain = BlockTable([block]), BlockTable([block])
     plain.compiled_rows = [None]
     compare(
         part,
         f"exact scores of {name}",
         PAIRS,
-        {COMPILED: partial(compiled.rescore, queries_QD, pairs), "numpy": partial(plain.rescore, queries_QD, pairs)},
+        {COMPILED: partial(table.rescore, queries_QD, pairs), "numpy": partial(plain.rescore, queries_QD, pairs)},
         same_columns,
     )
 

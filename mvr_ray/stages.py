@@ -54,14 +54,18 @@ def _refine(run: "RunConfig", progress: "Progress") -> Any:
     return refine.refine(run, progress)
 
 
-def _evaluate(run: "RunConfig", progress: "Progress", ranking: str = "") -> Any:
+def _evaluate(run: "RunConfig", progress: "Progress", ranking: str = "", version: str = "") -> Any:
     """Measure the live version on the question sets of the run file.
 
-    `evaluate CONFIG ranking=FILE` measures another system's ranking of its passages instead, such as a TREC run.
+    `evaluate CONFIG version=N` measures another version; `ranking=FILE` measures another system's ranking of its
+    passages instead, such as a TREC run.
     """
     from mvr_ray.distributed import evaluate
 
-    return evaluate.evaluate_ranking(run, ranking, progress) if ranking else evaluate.evaluate(run, progress)
+    number = int(version) if version else None
+    if ranking:
+        return evaluate.evaluate_ranking(run, ranking, progress, number)
+    return evaluate.evaluate(run, progress, version=number)
 
 
 def _analyze(run: "RunConfig", progress: "Progress") -> Any:

@@ -80,7 +80,7 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(
 def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str) -> None:
     missing = {
         "retrieve": "retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
-        f"format={'|'.join(get_args(RankingFormat))}",
+        f"format={'|'.join(get_args(RankingFormat))}, version=N",
         "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr, jsonl or "
         "pyserini), and output=FILE to keep the predictions",
     }

@@ -403,21 +403,23 @@ class Index:
         k: int | Sequence[int] | None = None,
         *,
         hybrid: Hybrid = None,
+        version: int | None = None,
         progress: Progress | bool | None = None,
     ) -> "EvaluationReport":
-        """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
-        the first `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal
-        rank over the first max(k) hits (`gold/mrr`), nDCG over ten, and the share of all of a question's among the
-        first `k` (`gold/recall@k`), where some question has several.
+        """Measure how well a version answers questions: shares with an answer, and with a gold passage, among the first
+        `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal rank over
+        the first max(k) hits (`gold/mrr`), nDCG over ten, and the share of all of a question's among the first `k`
+        (`gold/recall@k`), where some question has several.
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 
         `questions` as of `add_questions`, or the name of a stored set; `k` absent: `evaluate.k` of the settings, 1, 5,
-        20 and 100 by default; `hybrid` as of `search`, for the `configured_system` of the report. `retrieve.filter` of
-        the settings restricts what is ranked. Raises ConfigError, also for a filter that does not fit, and DataError.
+        20 and 100 by default; `hybrid` as of `search`, for the `configured_system` of the report; `version` absent: the
+        live one. `retrieve.filter` of the settings restricts what is ranked. Raises ConfigError, also for a filter that
+        does not fit, DataError, and MissingInputError for an unknown version.
         """
         with progress_callback(progress) as callback:
-            return question_stages.evaluate(self.run, questions, k, hybrid, callback)
+            return question_stages.evaluate(self.run, questions, k, hybrid, version, callback)
 
     def retrieve(
         self,
@@ -426,21 +428,23 @@ class Index:
         *,
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
+        version: int | None = None,
         progress: Progress | bool | None = None,
     ) -> "list[RankedQuestion]":
-        """Rank passages of the live version for many questions, for metrics of your own: each question with its best
+        """Rank passages of a version for many questions, for metrics of your own: each question with its best
         `k` passages (`id`, `title`, `text`, `score`, `has_answer`, `view`, `snippet`).
 
             scores = {one.question.id: {hit.id: hit.score for hit in one.passages} for one in index.retrieve("dev")}
             ir_measures.calc_aggregate([ir_measures.nDCG @ 10], qrels, scores)
 
-        `questions` as of `add_questions`, or the name of a stored set; `filter` and `hybrid` as of `search`. Absent,
-        `k` and `filter` are those of the settings' `retrieve` section, whose other keys count too: 100 and no filter
-        by default. `mvr-ray retrieve` writes the same ranking as a file of TREC and other formats. Raises ConfigError
-        for a filter that does not fit, before anything is encoded, and DataError.
+        `questions` as of `add_questions`, or the name of a stored set; `filter` and `hybrid` as of `search`; `version`
+        absent: the live one. Absent, `k` and `filter` are those of the settings' `retrieve` section, whose other keys
+        count too: 100 and no filter by default. `mvr-ray retrieve` writes the same ranking as a file of TREC and other
+        formats. Raises ConfigError for a filter that does not fit, before anything is encoded, DataError, and
+        MissingInputError for an unknown version.
         """
         with progress_callback(progress) as callback:
-            return question_stages.retrieve(self.run, questions, k, filter, hybrid, callback)
+            return question_stages.retrieve(self.run, questions, k, filter, hybrid, version, callback)
 
     def mine(self, questions: Any, *, progress: Progress | bool | None = None, **settings: Any) -> "MineReport":
         """Store the questions with hard negatives, wrong passages that rank high, as the set `output` of the result.

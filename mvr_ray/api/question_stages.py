@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvr_ray.api import rows
 from mvr_ray.api.run_settings import with_settings
+from mvr_ray.api.searching import version_number
 from mvr_ray.config import RunConfig
 from mvr_ray.config.train import check_train
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
@@ -117,13 +118,20 @@ def tune(run: RunConfig, questions: Any, progress: Progress) -> "TuneReport":
 
 
 def evaluate(
-    run: RunConfig, questions: Any, k: int | Sequence[int] | None, hybrid: Hybrid, progress: Progress
+    run: RunConfig,
+    questions: Any,
+    k: int | Sequence[int] | None,
+    hybrid: Hybrid,
+    version: int | None,
+    progress: Progress,
 ) -> "EvaluationReport":
-    """Measure the live version, as `Index.evaluate` says."""
+    """Measure a version, as `Index.evaluate` says."""
     from mvr_ray.distributed import evaluate as stage
     from mvr_ray.distributed.retrieve import QuestionSet
 
-    corpus, name, sets = _live_corpus(run), "evaluate", None
+    store = Store(run.store.path)
+    base = manifests.read(store, run.index.name, version_number(version))
+    corpus, name, sets = Corpus.open(store, base.corpus, base.corpus_digest), "evaluate", None
     own = _questions(corpus, questions)
     if isinstance(own, str):
         name = own
@@ -131,7 +139,7 @@ def evaluate(
         sets = [QuestionSet(name, _with_chunks(run, corpus, own, name))]
     depths = {} if k is None else {"k": list(k) if isinstance(k, Iterable) else [k]}
     run = with_settings(run, evaluate={"questions": [name], **depths}, search=_weight(hybrid))
-    return stage.evaluate(run, progress, sets)
+    return stage.evaluate(run, progress, sets, base.version)
 
 
 def retrieve(
@@ -140,21 +148,22 @@ def retrieve(
     k: int | None,
     filter: Mapping[str, Any] | None,
     hybrid: Hybrid,
+    version: int | None,
     progress: Progress,
 ) -> "list[RankedQuestion]":
-    """Rank passages of the live version for questions, as `Index.retrieve` says."""
+    """Rank passages of a version for questions, as `Index.retrieve` says."""
     from mvr_ray.distributed.retrieve import QuestionSet, checked_filter, open_ranking, question_set
 
     store = Store(run.store.path)
-    live = manifests.read(store, run.index.name)
-    corpus = Corpus.open(store, live.corpus, live.corpus_digest)
+    base = manifests.read(store, run.index.name, version_number(version))
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     own = _questions(corpus, questions)
     if isinstance(own, str):
         question_batch = question_set(corpus, own)
     else:
         question_batch = QuestionSet("retrieve", _with_chunks(run, corpus, own, "retrieve"))
     run = with_settings(run, retrieve={} if k is None else {"k": k}, search=_weight(hybrid))
-    with open_ranking(run, live, question_batch, checked_filter(run, corpus, filter), progress) as results:
+    with open_ranking(run, base, question_batch, checked_filter(run, corpus, filter), progress) as results:
         return list(results)
 
 

@@ -66,9 +66,14 @@ def explain(
 
 def _pin(hot_swap: "HotSwapRouter", version: int | None) -> "AbstractContextManager[Router]":
     """Open the router of a version. Raises ConfigError for what is no number, MissingInputError for an unknown one."""
+    return hot_swap.pin(version_number(version))
+
+
+def version_number(version: int | None) -> int | None:
+    """Return the number of a version. Raises ConfigError for what is no number."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, int | np.integer)):
         raise ConfigError(f"version is {version!r:.60}; give a number, as Index.versions() lists them")
-    return hot_swap.pin(None if version is None else int(version))
+    return None if version is None else int(version)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         path = Path(arguments["output"])
         require_lasting(path, f"{stage}: output={path}")
         require_writable(path, f"{stage}: output={path}")
+    version = int(arguments["version"]) if arguments.get("version") else None
     match stage:
         case "index":
             _check_corpus(run, ())
@@ -59,15 +60,15 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             ranking = arguments.get("ranking")
             if ranking:
                 _require_ranking(ranking)
-            check_version(run, sets=[*sets, ("evaluate.hybrid", None if ranking else run.evaluate.hybrid)])
+            check_version(run, version, [*sets, ("evaluate.hybrid", None if ranking else run.evaluate.hybrid)])
         case "analyze":
             own = run.analyze.questions
             key = "analyze.questions" if own else "evaluate.questions"
             check_version(run, sets=[(key, own or next(iter(run.evaluate.questions), None))])
         case "retrieve" if "://" in arguments["questions"] or resolve_path(arguments["questions"]).exists():
-            check_version(run)
+            check_version(run, version)
         case "retrieve":
-            check_version(run, sets=[("questions, which is no file", arguments["questions"])])
+            check_version(run, version, [("questions, which is no file", arguments["questions"])])
         case "tune":
             check_version(run, sets=[("questions", arguments["questions"])])
         case "read":

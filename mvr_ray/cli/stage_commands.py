@@ -43,9 +43,14 @@ def init(
 
 _SAVE_BEST = "save=best stores the best weights so far of an interrupted training; settings are section.key=value"
 _USAGE = {
-    "evaluate": "give ranking=FILE (a TREC run, or a ranking in dpr, pyserini, jsonl or parquet), or nothing",
+    "evaluate": "give version=N, ranking=FILE (a TREC run, or one in dpr, pyserini, jsonl or parquet), or nothing",
     "train": _SAVE_BEST,
 }
+
+
+def _check_number(command: str, arguments: Mapping[str, str], name: str, hint: str) -> None:
+    if not (value := arguments.get(name, "0")).isdecimal():
+        raise ConfigError(f"{command}: {name}={value} is not a whole number; {hint}")
 
 
 def _check_save(arguments: Mapping[str, str]) -> None:
@@ -53,33 +58,47 @@ def _check_save(arguments: Mapping[str, str]) -> None:
         raise ConfigError(f"train: save={arguments['save']} is not known; {_SAVE_BEST}")
 
 
+def _check_version(arguments: Mapping[str, str]) -> None:
+    _check_number("evaluate", arguments, "version", "`mvr-ray versions CONFIG` lists the versions")
+
+
+_CHECKS = {"train": _check_save, "evaluate": _check_version}
 for _name, _work in STAGES.items():
-    stage_command(_USAGE.get(_name, ""), _check_save, _name)(_work)
+    stage_command(_USAGE.get(_name, ""), _CHECKS.get(_name, lambda arguments: None), _name)(_work)
 
 
-def _check_format(arguments: Mapping[str, str]) -> None:
+def _check_ranking(arguments: Mapping[str, str]) -> None:
     from mvr_ray.store.formats.rankings import RankingFormat
 
+    _check_number("retrieve", arguments, "version", "`mvr-ray versions CONFIG` lists the versions")
     if "format" in arguments and arguments["format"] not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={arguments['format']} is not one of {', '.join(get_args(RankingFormat))}")
 
 
 @stage_command(
-    "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|msmarco|pyserini|jsonl|parquet", _check_format
+    "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|msmarco|pyserini|jsonl|parquet, version=N",
+    _check_ranking,
 )
 def retrieve(
-    run: "RunConfig", progress: "Progress", questions: str, output: str, format: "RankingFormat | None" = None
+    run: "RunConfig",
+    progress: "Progress",
+    questions: str,
+    output: str,
+    format: "RankingFormat | None" = None,
+    version: str = "",
 ) -> Any:
     """Rank passages for many questions into a file.
 
     `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|msmarco|pyserini|jsonl|parquet`; questions may be a
-    stored set. Without format, output's ending .trec, .jsonl or .parquet decides, else the format is dpr.
+    stored set. Without format, output's ending .trec, .jsonl or .parquet decides, else the format is dpr. version=N
+    searches another version than the live one.
     """
     from mvr_ray.distributed import retrieve as stage
     from mvr_ray.store.formats.rankings import FORMAT_OF_ENDING
 
     path = Path(output)
-    return stage.retrieve(run, questions, path, format or FORMAT_OF_ENDING.get(path.suffix.lower(), "dpr"), progress)
+    format = format or FORMAT_OF_ENDING.get(path.suffix.lower(), "dpr")
+    return stage.retrieve(run, questions, path, format, progress, int(version) if version else None)
 
 
 @stage_command("give questions=SET, a stored question set with gold passages that is not one of evaluate.questions")
@@ -162,8 +181,7 @@ _SHARDS = "give shards=N, the number of shards that the next version shall have"
 
 
 def _check_shards(arguments: Mapping[str, str]) -> None:
-    if not arguments["shards"].isdecimal():
-        raise ConfigError(f"reshard: shards={arguments['shards']} is not a whole number; {_SHARDS}")
+    _check_number("reshard", arguments, "shards", _SHARDS)
 
 
 @stage_command(_SHARDS, _check_shards)

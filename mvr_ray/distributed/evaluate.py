@@ -141,11 +141,14 @@ class SystemResult(NamedTuple):
 
 
 def evaluate(
-    run: RunConfig, progress: Progress = no_progress, sets: Sequence[QuestionSet] | None = None
+    run: RunConfig,
+    progress: Progress = no_progress,
+    sets: Sequence[QuestionSet] | None = None,
+    version: int | None = None,
 ) -> EvaluationReport:
-    """Measure the live version on every set of `evaluate.questions`, or on `sets` of these names: by the dense score,
-    and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`. With `retrieve.filter`
-    only passages that pass it are ranked, as by `retrieve`.
+    """Measure a version, the live one by default, on every set of `evaluate.questions`, or on `sets` of these names: by
+    the dense score, and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`. With
+    `retrieve.filter` only passages that pass it are ranked, as by `retrieve`.
 
     Raises ConfigError without a set or any label, or for a filter that does not fit or beside BM25, MissingInputError,
     CoverageError, ResourceError, ShardIndexError for a hybrid search over a version without words.
@@ -156,7 +159,7 @@ def evaluate(
             f"index.name is {BM25_SYSTEM}, as BM25 in the report, so the report could not distinguish them; set "
             f"evaluate.bm25=false, or index under another name"
         )
-    base = manifests.read(store, run.index.name)
+    base = manifests.read(store, run.index.name, version)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     measurement = _Measurement(run, corpus, _configured_sets(corpus, settings) if sets is None else sets)
@@ -205,8 +208,10 @@ def evaluate(
     )
 
 
-def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progress) -> EvaluationReport:
-    """Measure a ranking file of any program, over the passages of the live version, on every set of
+def evaluate_ranking(
+    run: RunConfig, ranking: str, progress: Progress = no_progress, version: int | None = None
+) -> EvaluationReport:
+    """Measure a ranking file of any program, over the passages of a version, the live one by default, on every set of
     `evaluate.questions`, as `evaluate` measures the index. The system has the name of the file without its ending.
 
     Questions that the file lacks have no hits. What lies below its deepest rank is not known, so deeper cut-offs are
@@ -214,7 +219,7 @@ def evaluate_ranking(run: RunConfig, ranking: str, progress: Progress = no_progr
     for a file that ranks no question of a set, or a passage twice; MissingInputError for a passage of another corpus.
     """
     settings, store, path = run.evaluate, Store(run.store.path), local_copy(ranking)
-    base = manifests.read(store, run.index.name)
+    base = manifests.read(store, run.index.name, version)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     measurement = _Measurement(run, corpus, _configured_sets(corpus, settings))
     with name_address(ranking, path):

@@ -222,16 +222,21 @@ class RetrieveReport(NamedTuple):
 
 
 def retrieve(
-    run: RunConfig, questions: str, output: Path, format: RankingFormat = "dpr", progress: Progress = no_progress
+    run: RunConfig,
+    questions: str,
+    output: Path,
+    format: RankingFormat = "dpr",
+    progress: Progress = no_progress,
+    version: int | None = None,
 ) -> RetrieveReport:
     """Write the best `retrieve.k` passages of every question to `output`, in question order, in one atomic step.
 
-    `questions` is a stored set, or a file or folder in any question format. Raises MissingInputError, DataError,
-    ConfigError for a filter that does not fit, CoverageError; ShardIndexError for `search.hybrid` over a version
-    without words.
+    `questions` is a stored set, or a file or folder in any question format; `version` absent: the live one. Raises
+    MissingInputError, DataError, ConfigError for a filter that does not fit, CoverageError; ShardIndexError for
+    `search.hybrid` over a version without words.
     """
     store = Store(run.store.path)
-    base = manifests.read(store, run.index.name)
+    base = manifests.read(store, run.index.name, version)
     require_encoder(store, base)
     if run.search.hybrid is not None:
         require_words(base)

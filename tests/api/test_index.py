@@ -640,8 +640,16 @@ def test_earlier_versions_are_searched_and_explained_as_they_were_also_more_than
         assert hits.version == version and {hit.id: hit.text for hit in hits}["p3"] == text
         explanation = index.explain("bridge", "p3", version=version)
         assert explanation.version == version and explanation.passages[0].text == text
+        [ranking] = index.retrieve(["bridge"], 24, version=version)
+        assert [hit.id for hit in ranking.passages] == [hit.id for hit in hits]
+        assert {hit.id: hit.text for hit in ranking.passages}["p3"] == text
+        for answer in ("A bridge of wood.", "A bridge of stone.", "A bridge of iron."):
+            report = index.evaluate([("bridge", [answer])], 24, version=version)
+            assert report.version == version
+            assert {row.value for row in report.rows if row.metric == "answer/top-24"} == {float(answer == text)}
+    assert index.evaluate([("bridge", ["A bridge of iron."])], 24).rows[0].value == 1
     assert index.search(["bridge"], 1)[0][0].text == "A bridge of iron." and index.manifest.version == 4
-    for call in (index.search, index.explain):
+    for call in (index.search, index.explain, index.retrieve, index.evaluate):
         with pytest.raises(MissingInputError, match=r"no version 9 in .*there are 1, 2, 3, 4"):
             call("bridge", version=9)
         with pytest.raises(ConfigError, match=r"version is '1'; give a number"):
@@ -881,6 +889,37 @@ def test_a_store_of_the_command_line_is_changed_in_python_as_its_run_file_says(c
     for name in ("shards", "lexical", "config_digest"):
         assert getattr(manifest, name) == getattr(by_run_file, name)
     assert manifest.lexical is not None and manifest.metrics["prune_views"] == 0.25
+
+
+def test_commands_rank_and_measure_an_earlier_version(command_store: Path, tmp_path: Path, capsys):
+    run_file, output, questions = tmp_path / "run.yaml", tmp_path / "ranked.trec", tmp_path / "new.jsonl"
+    questions.write_text(json.dumps({"id": "q", "question": "Of gold?", "answers": ["gold"]}) + "\n")
+
+    def run(*words: str) -> tuple[int, Any, str]:
+        with pytest.raises(SystemExit) as end:
+            main([words[0], str(run_file), "--json", *words[1:]])
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), json.loads(out) if out else None, err
+
+    with Index.open(command_store) as index:
+        index.add_questions(questions, "new")
+        index.upsert([("p2", "A tower of gold. " * 20)])
+        index.upsert([("p2", "A tower of tin. " * 20)])
+    rankings = set()
+    for version, value in ((1, 0), (2, 1), (3, 0)):
+        number = () if version == 3 else (f"version={version}",)
+        _, report, _ = run("evaluate", "evaluate.questions=[new]", "evaluate.bm25=false", "evaluate.k=[100]", *number)
+        assert (report["version"], report["rows"][0]["value"]) == (version, value)
+        _, report, _ = run("retrieve", f"questions={questions}", f"output={output}", "retrieve.k=100", *number)
+        assert report["version"] == version
+        _, report, _ = run("evaluate", f"ranking={output}", "evaluate.questions=[new]", "evaluate.k=[20]", *number)
+        assert (report["version"], report["rows"][0]["value"]) == (version, value)
+        rankings.add(output.read_text())
+    assert len(rankings) == 3
+    for stage, *words in (("evaluate",), ("retrieve", f"questions={questions}", f"output={output}")):
+        assert "no version 9" in run(stage, *words, "version=9")[2]
+        code, _, error = run(stage, *words, "version=x")
+        assert (code, f"{stage}: version=x is not a whole number; `mvr-ray versions" in error) == (2, True), error
 
 
 def test_the_id_of_a_cut_text_stands_for_the_chunks_that_hold_the_answers(command_store: Path, tmp_path: Path):
