@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import reduce
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from mvr_ray.errors import FilterError
 from mvr_ray.store.fields import ARROW_TYPES, parse_field, python_value
+from mvr_ray.store.formats.records import is_id
 
 pc: Any = pyarrow.compute
 """Typed as Any: its functions are generated when it is imported."""
@@ -103,6 +105,8 @@ def to_plain_filter(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, np.generic):
         value = python_value(value)
+    elif isinstance(value, UUID):
+        value = str(value)
     elif isinstance(value, np.ndarray):
         value = list(np.atleast_1d(value))
     elif to_list := getattr(value, "to_list", getattr(value, "to_pylist", None)):  # a column of a frame or a table
@@ -148,9 +152,11 @@ def _comparison(place: str, field: str, kind: str, operator: str, value: Any) ->
     several = operator in ("in", "nin")
     if several and not isinstance(value, list | tuple):
         raise FilterError(f"filter{place}: {operator} is {value!r:.60}; give a list")
-    own_kind = "string" if kind == "strings" else kind
+    own_kind, own_values = "string" if kind == "strings" else kind, value if several else [value]
+    if field == "id" and operator in EQUALITIES:  # an id that was given as a number is its text
+        own_values = [str(one) if is_id(one) else one for one in own_values]
     try:
-        values: list[Any] = [parse_field(one, own_kind) for one in (value if several else [value])]
+        values: list[Any] = [parse_field(one, own_kind) for one in own_values]
     except ValueError as error:
         hint = '; for passages without the field use {"exists": false}' if value is None else ""
         hint = '; for one of several use {"in": [...]}' if isinstance(value, list | tuple) and not several else hint

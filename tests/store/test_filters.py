@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
+from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pandas as pd
@@ -146,6 +148,21 @@ def test_a_column_or_an_array_is_the_list_of_its_values(make):
     }
     assert to_plain_filter({"t": {"in": make(days)}}) == {"t": {"in": days}}
     assert to_plain_filter(np.array(days, "datetime64[ns]")) == days
+
+
+def test_an_id_given_as_a_number_or_uuid_is_its_text():
+    one = UUID("12345678-1234-5678-1234-567812345678")
+    ids = pa.table({"id": ["7", "8", str(one), "p9"]})
+
+    def passes(condition: Any) -> list[bool]:
+        return parse_filter(json.loads(parse_filter(to_plain_filter(condition), {}).text), {}).mask(ids).tolist()
+
+    assert passes({"id": 7}) == passes({"id": np.int64(7)}) == passes({"id": "7"}) == [True, False, False, False]
+    assert passes({"id": {"in": [8, one, "p9"]}}) == [False, True, True, True]
+    assert passes({"id": {"nin": np.array([7, 8])}}) == [False, False, True, True]
+    for other in (True, 7.5, None, {"gt": 7}):
+        with pytest.raises(FilterError, match="field 'id' is of type string"):
+            passes({"id": other})
 
 
 def test_a_whole_float_is_the_int_of_its_value():
