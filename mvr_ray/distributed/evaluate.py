@@ -19,6 +19,7 @@ curve, the dense score alone and reciprocal rank fusion.
 """
 
 import itertools
+import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -191,7 +192,8 @@ def evaluate(
             measurement.add(BM25_SYSTEM, _rank_by_words(run, router, sets, rank, progress, result_store))
         weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
-            best = best_weight(try_weights(run, router, tuning_set, rank.filter, progress=progress))
+            weight_rows = try_weights(run, router, tuning_set, rank.filter, result_store, progress=progress)
+            best = best_weight(weight_rows)
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
             weights.append(best.weight)
         for weight in dict.fromkeys(weight for weight in weights if weight is not None):
@@ -471,8 +473,9 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     query_set = unreported_questions(corpus, questions, reports, "tune", trained_texts(run, corpus))
     require_words(base)
     ranking_filter = checked_filter(run, corpus)
-    with open_router(run, base.version) as router:
-        rows = try_weights(run, router, query_set, ranking_filter, (None, "rrf", *WEIGHTS), progress)
+    with open_router(run, base.version) as router, ResultStore(store, base.index) as result_store:
+        weights = (None, "rrf", *WEIGHTS)
+        rows = try_weights(run, router, query_set, ranking_filter, result_store, weights, progress)
     weight = best_weight(rows).weight
     setting = f"search.hybrid={'null' if weight is None else weight if isinstance(weight, str) else f'{weight:g}'}"
     log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, questions, setting)
@@ -535,6 +538,7 @@ def try_weights(
     router: Router,
     questions: QuestionSet,
     filter: Mapping[str, Any] | None,
+    result_store: ResultStore,
     weights: Sequence[HybridWeight | None] = WEIGHTS,
     progress: Progress = no_progress,
 ) -> list[WeightAccuracy]:
@@ -543,17 +547,24 @@ def try_weights(
     depth = DEPTH + most_ids(own_ids)
     ranker = QuestionRanker(router, RankSettings(k=depth, filter=filter))
     batches = questions.batches(run.retrieve.batch)
-    queries = [ranker.embed(batch) for batch in batches]
+    queries = lru_cache(None)(lambda number: ranker.embed(batches[number]))
+
+    def gold_ranks(call: str) -> str:
+        """Return the rank of the first gold passage of each question of a batch, with one weight."""
+        weight, number = json.loads(call)
+        hybrid = None if weight is None else HybridQueries(batches[number].texts, weight)
+        marks: list[list[bool]] = []
+        for question, hits in zip(batches[number].questions, ranker.search(queries(number), depth, hybrid).hits):
+            own = own_ids.get(question.id, ())
+            marks.append([hit.passage_id in question.positive_ids for hit in hits if hit.passage_id not in own])
+        return json.dumps(first_ranks(marks).tolist())
+
+    inputs = ["tune", router.manifest.to_json().decode(), filter, depth, run.retrieve.batch, questions, own_ids]
+    calls = [json.dumps([weight, number]) for weight in weights for number in range(len(batches))]
+    results = map(json.loads, result_store.map(inputs, calls, lambda calls: map(gold_ranks, calls)))
     rows = []
     for count, weight in enumerate(weights, 1):
-        marks: list[list[bool]] = []
-        for batch, queries_QD in zip(batches, queries):
-            hybrid = None if weight is None else HybridQueries(batch.texts, weight)
-            answer = ranker.search(queries_QD, depth, hybrid)
-            for question, hits in zip(batch.questions, answer.hits):
-                own = own_ids.get(question.id, ())
-                marks.append([hit.passage_id in question.positive_ids for hit in hits if hit.passage_id not in own])
-        ranks_Q = first_ranks(marks)
+        ranks_Q = np.concatenate([next(results) for _ in batches])
         top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))
         rows.append(WeightAccuracy(weight, top1, top5, top20, float(np.mean(reciprocal_ranks(ranks_Q, DEPTH)))))
         progress("weights", count, len(weights))

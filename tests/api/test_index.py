@@ -61,6 +61,7 @@ from mvr_ray.distributed.indexing import build_index, external_vectors
 from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, MvrRayError, PublishConflictError
@@ -1353,8 +1354,8 @@ def test_a_question_that_is_a_passage_itself_is_no_hit_of_its_own(index: Index, 
     for report in (evaluate(run), analyze(run)):
         values = {row.metric: row.value for row in report.rows}  # the last system has all views
         assert values["gold/top-1"] == is_itself and (values["gold/ndcg@10"] == 1) == is_itself
-    with open_router(run) as router:
-        [dense] = try_weights(run, router, QuestionSet("own", [question]), None, [None])
+    with open_router(run) as router, ResultStore(router.store, "index") as result_store:
+        [dense] = try_weights(run, router, QuestionSet("own", [question]), None, result_store, [None])
     assert dense.top1 == is_itself
     corpus = only_corpus(Store(run.store.path))
     own_ids = own_passages([question], corpus).get(own_id, ())

@@ -1,4 +1,4 @@
-"""A ranking, a measurement, a reading and a mining that are stopped anywhere continue after their stored results."""
+"""A ranking, a measurement, a tuning, a reading and a mining that are stopped continue after their stored results."""
 
 import json
 import shutil
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prepared_corpus import only_corpus
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.reading.cross_encoder import CrossEncoder
 from mvr_ray.distributed import mine, result_store
-from mvr_ray.distributed.evaluate import evaluate
+from mvr_ray.distributed.evaluate import evaluate, tune
 from mvr_ray.distributed.models import pair_spec, save_model
 from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import QuestionRanker, retrieve
@@ -188,6 +188,17 @@ def test_a_measurement_that_was_stopped_in_its_second_ranking_continues_to_the_s
     num_batches = -(-len(read_questions(only_corpus(Store(run.store.path)), "dev")) // run.retrieve.batch)
     first, second = stop_and_continue(calls, lambda: evaluate(run), Store(run.store.path), num_batches + 2)
     assert first == second
+
+
+@pytest.mark.data
+@pytest.mark.ray
+@pytest.mark.usefixtures("saves_at_once", "without_ray")
+@pytest.mark.parametrize("stop_at", [1, 7, 40])
+def test_a_choice_of_the_weight_that_was_stopped_continues_to_the_same_curve(run, monkeypatch, stop_at):
+    tuning_run = run.model_copy(update={"evaluate": EvaluateConfig(questions=[])})
+    calls = Calls(monkeypatch, QuestionRanker, "search")
+    first, second = stop_and_continue(calls, lambda: tune(tuning_run, "dev"), Store(run.store.path), stop_at)
+    assert first == second and len({row.top1 for row in second.rows}) > 1
 
 
 @pytest.mark.data
