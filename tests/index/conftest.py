@@ -1,16 +1,25 @@
 """A brute-force oracle in plain Python floats, and shards to search: random, tied, nearly tied, ragged."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mvr_ray.core.searching import scan
 from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits, StoredBlocks
 
 Ranked = list[tuple[float, str, int, int]]  # -score, passage id, row, view
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_for_small_shards() -> Iterator[None]:
+    """Let the threads of a scan share the small shards of tests, which are not worth it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "VALUES_WORTH_THREADS", 0)
+        yield
 
 
 def tree_sum(terms: list[float]) -> float:

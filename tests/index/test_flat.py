@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,25 @@ def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
     assert as_bytes(scan.search_with_counts(batch, 3).hits) == as_bytes(numpy_index(blocks).search(batch, 3))
 
 
+@pytest.mark.parametrize(("num_passages", "share", "num_threads"), [(500, 1.0, 1), (9000, 0.3, 1), (9000, 1.0, 2)])
+def test_a_scan_of_little_work_has_one_thread(shard, queries, monkeypatch, num_passages, share, num_threads):
+    monkeypatch.setattr(scan_module, "VIEWS_A_STEP", 0)
+    monkeypatch.setattr(scan_module, "VALUES_WORTH_THREADS", 1 << 15)
+    blocks, batch = shard(3, num_passages, 2, 16, per_block=num_passages), queries(3, 2, 16)
+    mask_P, threads = np.arange(num_passages) < share * num_passages, set[int]()
+    scan, own_scan = FlatIndex(blocks, threads=2).scan, Scan._scan
+
+    def scan_in_thread(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        time.sleep(0.1)  # until the other thread has taken a step
+        return own_scan(*arguments)
+
+    monkeypatch.setattr(Scan, "_scan", scan_in_thread)
+    hits = scan.search_with_counts(batch, 3, mask_P).hits
+    assert len(threads) == num_threads
+    assert as_bytes(hits) == as_bytes(numpy_index(blocks).search(batch, 3, mask_P))
+
+
 @pytest.mark.parametrize("new_kernel", KERNELS)
 def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, queries, monkeypatch, new_kernel):
     """More threads scan than the pool has, and each has pairs for several threads."""
@@ -135,7 +156,7 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
     pending=st.sampled_from([0, 1 << 18]),
     with_codes=st.booleans(),
     threads=st.sampled_from([1, 3]),
-    views_a_step=st.sampled_from([0, 12, 1024]),
+    views_a_step=st.sampled_from([0, 12, 2048]),
     changed_share=st.sampled_from([0.0, 0.1, 0.7]),
 )
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

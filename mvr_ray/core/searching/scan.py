@@ -75,8 +75,9 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
+VALUES_WORTH_THREADS = 3 << 18  # a step, of one or two queries; less work takes longer in threads that take turns
 MIN_STEP = 4096  # vectors; less work than the overhead of a step is not worth a thread
-VIEWS_A_STEP = 1024  # scoring this many exactly takes as long as a step's overhead
+VIEWS_A_STEP = 2048  # scoring this many exactly takes as long as a step of them; half as many of float32 beside codes
 COARSE_SHARE = 0.01  # of the passages scanned: one exact score takes as long as coarse products save on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
@@ -194,7 +195,9 @@ class Scan:
         row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
         num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
         is_resident = any(step.resident for step in self.steps)
-        if is_resident or not 0 < num_views <= VIEWS_A_STEP * (len(self.steps) + 4):
+        reads_quarter = self.has_codes and any(block.vectors_ND.dtype == np.float32 for block in self.table.blocks)
+        views_a_step = VIEWS_A_STEP // 2 if reads_quarter else VIEWS_A_STEP
+        if is_resident or not 0 < num_views <= views_a_step * (len(self.steps) + 4):
             return None
         pairs = Pairs(np.tile(np.arange(num_queries), len(row_P)), np.repeat(row_P, num_queries))
         scores = join_pairs(self.rescore(queries_QD, pairs))
@@ -211,7 +214,10 @@ class Scan:
         A free thread takes the next step, so a late thread delays no other.
         """
         queue = deque(steps)
-        others = min(self.kernel.threads, len(steps)) - 1
+        share = sum(part.num_passages for part in steps) / self.table.num_scorable
+        work = share * self.table.num_vectors * self.table.dimension * min(sum(map(len, parts)), 2)
+        is_worth_threads = work >= VALUES_WORTH_THREADS * (len(steps) + 6)
+        others = min(self.kernel.threads, len(steps)) - 1 if is_worth_threads else 0
         if others < 1:
             return [self._scan(parts, limit, queue)]
         futures = [_pool().submit(self._scan, parts, limit, queue) for _ in range(others)]
