@@ -14,7 +14,8 @@ Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,14 +35,16 @@ from mvr_ray.distributed.evaluate import (
     HOW_TO_ADD_QUESTIONS,
     EvaluationRow,
     SystemResult,
+    hit_marks,
     judge_hits,
     mean_row,
     most_ids,
     search_depth,
     system_result,
-    without_contents,
+    with_marks,
 )
 from mvr_ray.distributed.indexing.shards import shard_embeddings
+from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import checked_filter
 from mvr_ray.distributed.searching.masks import VersionMasks
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
@@ -145,11 +148,11 @@ class AnalyzedQuestions(NamedTuple):
         )
 
 
-class _ShardViews(NamedTuple):
-    """The results of one shard by view (index `num_views`: all views), and the stored views of its gold passages."""
+class _JudgedHits(NamedTuple):
+    """The hits of all questions by view (`num_views`: all views), and the ranks of `_answer_view_ranks`."""
 
-    results: list[ShardResult]
-    own: dict[str, Views]
+    by_view: dict[int, list[RankedQuestion]]
+    answer_view_ranks: dict[str, int]
 
 
 def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
@@ -170,61 +173,33 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     questions, gold = _gold_questions(passages, name, settings.max_questions)
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
+    ranking_filter = checked_filter(run, passages)
+    filter_text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     encoder_id = manifest.encoder_name, manifest.encoder_fingerprint
     encoder = open_encoder(store, *encoder_id, only_embeds=False)  # `view_attention` reads attention
     progress("embed questions", 0, len(questions))
+    passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
+    own_ids = _evenly_spaced(passage_ids, settings.attention_passages)
     with torch_threads(run.resources.threads):
         queries_QD = encoder.embed_queries([question.text for question in questions])
-    progress("embed questions", len(questions), len(questions))
-    own_ids = own_passages(questions, passages, run.prepare.sources)
-    depth = search_depth(run.evaluate) + most_ids(own_ids)
-    article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
-    compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
-    marks: dict[int, list[RankedQuestion]] = {view: [] for view in compared_views}
-    answer_view_ranks: dict[str, int] = {}
-    gold_views: dict[str, Views] = {}
-    matcher = AnswerMatcher(run.evaluate.match)
+        progress("embed questions", len(questions), len(questions))
+        tables = _attention_tables(encoder, [gold[i] for i in own_ids]) if manifest.num_views > 1 else {}
     need = session.Need("analyzers", 1, run.resources.cpus_per_encoder)
-    entries = [entry for entry in manifest.shards if entry.num_passages]
-    ranking_filter = checked_filter(run, passages)
-    text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     with session.connect(run.resources, manifest.num_passages, [need]):
-        manifest_ref = share(manifest)
-        for start in range(0, len(questions), QUESTIONS_AT_ONCE):
-            block = questions[start : start + QUESTIONS_AT_ONCE]
-            block_QD = queries_QD[start : start + QUESTIONS_AT_ONCE]
-            ids = sorted({question.positive_ids[0] for question in block} - gold_views.keys())
-            block_ref, ids_ref = share(block_QD), share(ids)
-            calls = [(store.address, manifest_ref, entry, block_ref, ids_ref, depth, text) for entry in entries]
-            what, cpus = "analyzing views", run.resources.cpus_per_encoder
-            shards: list[_ShardViews] = run_tasks(_analyze_shard, calls, what, "analyze views", progress, cpus=cpus)
-            for shard in shards:
-                gold_views |= shard.own
-            for view in compared_views:
-                merged_hits = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
-                hit_lists = [
-                    [hit for hit in hits if hit.passage_id not in own_ids.get(question.id, ())]
-                    for question, hits in zip(block, merged_hits, strict=True)
-                ]
-                results = judge_hits(block, hit_lists, passages, matcher)
-                marks[view] += map(without_contents, results)
-                if view == manifest.num_views and encoder.spec.has_snippets:
-                    answer_view_ranks |= _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
-            progress("judge views", start + len(block), len(questions))
+        hits = _judge_views(run, manifest, passages, encoder, questions, queries_QD, filter_text, progress)
+        gold_views = _stored_views(run, manifest, passage_ids, progress)
+    article_of = articles_of(questions, passages)
     systems: list[SystemResult] = []
-    for view, results in marks.items():
+    for view, results in hits.by_view.items():
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
         systems.append(system_result(system, name, results, article_of, run.evaluate))
         if view == manifest.num_views and encoder.spec.has_snippets:
-            systems.append(_answer_view_result(answer_view_ranks, systems[-1].ranks, article_of, run.evaluate))
+            all_views, ranks = systems[-1].ranks, hits.answer_view_ranks
+            systems.append(_answer_view_result(ranks, all_views, article_of, run.evaluate))
     own = _gather_own_views(questions, queries_QD, gold_views, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
-    passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
-    passage_ids = _evenly_spaced(passage_ids, settings.attention_passages)
-    with torch_threads(run.resources.threads):
-        tables = _attention_tables(encoder, [gold[i] for i in passage_ids]) if manifest.num_views > 1 else {}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(
         manifest.index,
@@ -241,6 +216,75 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         values=_question_values(own, article_of, known_Q, tables),
         **_view_values(own, known_Q),
     )
+
+
+def _judge_views(
+    run: RunConfig,
+    manifest: Manifest,
+    corpus: Corpus,
+    encoder: DualEncoder,
+    questions: Sequence[Question],
+    queries_QD: FloatArray,
+    filter_text: str,
+    progress: Progress,
+) -> _JudgedHits:
+    """Search by each view alone and by all, and judge the hits; continues after the results of a run that stopped."""
+    store, cpus = corpus.store, run.resources.cpus_per_encoder
+    own_ids = own_passages(questions, corpus, run.prepare.sources)
+    depth = search_depth(run.evaluate) + most_ids(own_ids)
+    views = list(range(manifest.num_views + 1)) if manifest.num_views > 1 else [1]
+    matcher = AnswerMatcher(run.evaluate.match)
+    entries = [entry for entry in manifest.shards if entry.num_passages]
+    manifest_ref, start_of = share(manifest), shard_starts(manifest.shards)
+    blocks = {
+        start: questions[start : start + QUESTIONS_AT_ONCE] for start in range(0, len(questions), QUESTIONS_AT_ONCE)
+    }
+
+    def judge(batches: Sequence[str]) -> Iterator[str]:
+        for start in (json.loads(batch)[0] for batch in batches):
+            block, block_ref = blocks[start], share(queries_QD[start : start + QUESTIONS_AT_ONCE])
+            calls = [(store.address, manifest_ref, entry, block_ref, depth, filter_text) for entry in entries]
+            shards = run_tasks(_search_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
+            marks: list[list[Any]] = []
+            answer_view_ranks: dict[str, int] = {}
+            for view in views:
+                merged_hits = MergedResults([shard[view] for shard in shards], start_of, depth).hits()
+                hit_lists = [
+                    [hit for hit in hits if hit.passage_id not in own_ids.get(question.id, ())]
+                    for question, hits in zip(block, merged_hits, strict=True)
+                ]
+                results = judge_hits(block, hit_lists, corpus, matcher)
+                marks.append([hit_marks(row) for row in results])
+                if view == manifest.num_views and encoder.spec.has_snippets:
+                    answer_view_ranks = _answer_view_ranks(results, hit_lists, corpus, encoder, run.evaluate)
+            yield json.dumps([marks, answer_view_ranks])
+
+    hits = _JudgedHits({view: [] for view in views}, {})
+    inputs = ["analyze", manifest.to_json().decode(), depth, filter_text, run.evaluate.match, max(run.evaluate.k)]
+    batches = [
+        json.dumps([start, block, [sorted(own_ids.get(question.id, ())) for question in block]])
+        for start, block in blocks.items()
+    ]
+    with ResultStore(store, manifest.index) as result_store:
+        for block, result in zip(blocks.values(), result_store.map(inputs, batches, judge)):
+            marks, answer_view_ranks = json.loads(result)
+            for view, marks_Q in zip(views, marks):
+                hits.by_view[view].extend(map(with_marks, block, marks_Q))
+            hits.answer_view_ranks.update(answer_view_ranks)
+            progress("judge views", len(hits.by_view[views[0]]), len(questions))
+    return hits
+
+
+def _stored_views(
+    run: RunConfig, manifest: Manifest, passage_ids: Sequence[str], progress: Progress
+) -> dict[str, Views]:
+    """Read the views of passages by id."""
+    address, ids_ref = Store(run.store.path).address, share(passage_ids)
+    calls = [(address, manifest.index, entry, ids_ref) for entry in manifest.shards if entry.num_passages]
+    shards = run_tasks(
+        _find_views, calls, "analyzing views", "read views", progress, cpus=run.resources.cpus_per_encoder
+    )
+    return {passage_id: views for shard in shards for passage_id, views in shard.items()}
 
 
 def _gold_questions(passages: Corpus, name: str, limit: int) -> tuple[list[Question], dict[str, Passage]]:
@@ -404,22 +448,20 @@ def _answer_view(question: Question, spans: Spans) -> int:
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
 
 
-def _analyze_shard(
-    root: str,
-    manifest: Manifest,
-    entry: ShardEntry,
-    queries_QD: FloatArray,
-    gold_ids: Sequence[str],
-    k: int,
-    filter: str,
-) -> _ShardViews:
-    embeddings = shard_embeddings(Store(root), manifest.index, entry)
-    blocks = embeddings.blocks()
+def _search_shard(
+    root: str, manifest: Manifest, entry: ShardEntry, queries_QD: FloatArray, k: int, filter: str
+) -> list[ShardResult]:
+    """Search a shard by each view alone, and by all views."""
+    blocks = shard_embeddings(Store(root), manifest.index, entry).blocks()
     ids = pa.array([passage_id for block in blocks for passage_id in block.ids], pa.string())
     mask_P = VersionMasks(root, manifest).mask(entry.shard, ids, filter) if filter else None
     by_view = ([of_view(block, view) for block in blocks] for view in range(manifest.num_views))  # together a copy
     searches = (FlatIndex(own).search_with_counts(queries_QD, k, mask_P) for own in itertools.chain(by_view, [blocks]))
-    return _ShardViews([as_result(entry.shard, hits, ids) for hits in searches], embeddings.find(gold_ids))
+    return [as_result(entry.shard, hits, ids) for hits in searches]
+
+
+def _find_views(root: str, index: str, entry: ShardEntry, ids: Sequence[str]) -> dict[str, Views]:
+    return shard_embeddings(Store(root), index, entry).find(ids)
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:

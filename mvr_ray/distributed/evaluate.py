@@ -427,6 +427,21 @@ def _no_gold(rank: int, has_answer: bool | None) -> RankedPassage:
     return RankedPassage(f"\ud800{rank}", "", "", 0.0, has_answer)
 
 
+def hit_marks(row: RankedQuestion) -> list[Any]:
+    """Return what metrics read of each hit, for JSON: `has_answer`, with the id before it if it is a gold passage."""
+    gold_ids = set(row.question.positive_ids)
+    return [[hit.id, hit.has_answer] if hit.id in gold_ids else hit.has_answer for hit in row.passages]
+
+
+def with_marks(question: Question, marks: Sequence[Any]) -> RankedQuestion:
+    """Return a question with the hits that `hit_marks` describes, as `without_contents` does."""
+    hits = (
+        RankedPassage(mark[0], "", "", 0.0, mark[1]) if isinstance(mark, list) else _no_gold(rank, mark)
+        for rank, mark in enumerate(marks)
+    )
+    return RankedQuestion(question, list(hits))
+
+
 def mean_row(
     system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
 ) -> EvaluationRow:

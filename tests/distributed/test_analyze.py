@@ -160,7 +160,7 @@ def test_a_task_and_this_process_hold_the_hits_of_a_block_of_questions_and_the_r
     small_index, run_over, monkeypatch
 ):
     whole, num_questions = analyze(run_over(small_index)), list[int]()
-    search, measure = analysis._analyze_shard, analysis.system_result
+    search, measure = analysis._search_shard, analysis.system_result
 
     def count_questions(*arguments):
         num_questions.append(len(arguments[3]))
@@ -174,7 +174,7 @@ def test_a_task_and_this_process_hold_the_hits_of_a_block_of_questions_and_the_r
         return measure(system, name, results, *others)
 
     monkeypatch.setattr(analysis, "QUESTIONS_AT_ONCE", 7)
-    monkeypatch.setattr(analysis, "_analyze_shard", count_questions)
+    monkeypatch.setattr(analysis, "_search_shard", count_questions)
     monkeypatch.setattr(analysis, "system_result", count_hits)
     assert analyze(run_over(small_index)) == whole
     assert max(num_questions) == 7 and sum(num_questions) == 3 * whole.num_questions

@@ -1,4 +1,4 @@
-"""A ranking, a measurement, a tuning, a reading and a mining that are stopped continue after their stored results."""
+"""A ranking, a measurement, a tuning, an analysis, a reading and a mining that are stopped continue where they were."""
 
 import json
 import shutil
