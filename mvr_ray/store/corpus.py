@@ -281,7 +281,7 @@ class Corpus:
             raise MissingInputError(
                 f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "
                 f"the one that was prepared last has digest {info.digest}; index again (mvr-ray index CONFIG), or "
-                f"prepare the old sources"
+                f"prepare the old sources; if its version was collected since it was opened, open the index again"
             )
         return cls(store, info, number)
 

@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from decimal import Decimal
 from functools import reduce
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -103,7 +104,7 @@ def to_plain_filter(value: Any, depth: int = 0) -> Any:
     """Return a filter of Python values as JSON has it, dates apart. Raises FilterError for a value that JSON lacks."""
     if depth > 3 * MAX_DEPTH:  # the parser refuses it
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic | Decimal):
         value = python_value(value)
     elif isinstance(value, UUID):
         value = str(value)
