@@ -21,7 +21,7 @@ from mvr_ray.api.building import build, reindex, vectors_file
 from mvr_ray.api.changes import publish_changes
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.api.progress import progress_callback
-from mvr_ray.api.run_settings import read_run, with_settings
+from mvr_ray.api.run_settings import absolute, read_run, with_settings
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, FilterError, count_noun
 from mvr_ray.explanation import Explanation
@@ -61,8 +61,8 @@ class Index:
         else, such as a path."""
         if not isinstance(run, RunConfig):
             raise ConfigError(f"Index: {run!r:.60} is no run; give it to Index.open, or passages to Index.build")
-        self.run = run
-        self._store = Store(run.store.path)
+        self.run = with_settings(run, store={"path": absolute(run.store.path)})  # whatever the working folder later is
+        self._store = Store(self.run.store.path)
         self._has_run_file = True
         self._start()
 
@@ -501,23 +501,24 @@ class Index:
     def rollback(self, version: int) -> RollbackReport:
         """Publish the content of an earlier version as a new one. Raises MissingInputError for an unknown
         version."""
-        report = versions.act(self.run, "rollback", version)
+        report = versions.act(self.run, "rollback", searching.version_number(version))
         self._follow()
         return report
 
     def verify(self, version: int | None = None) -> VerifyReport:
         """Compare every file of a version (None: the newest) with its digest; `problems` of the result names what is
         damaged or missing, and what to do. Raises MissingInputError for an unknown version."""
-        return versions.act(self.run, "verify", version)
+        return versions.act(self.run, "verify", searching.version_number(version))
 
     def repair(self, version: int | None = None) -> "RepairReport":
         """Restore damaged files of a version (None: the newest) as far as it can be done without encoding. Raises
         MissingInputError for an unknown version."""
-        return versions.act(self.run, "repair", version)
+        return versions.act(self.run, "repair", searching.version_number(version))
 
     def collect(self) -> CollectReport:
-        """Delete the versions before the last `index.keep_versions` (5), and files that no version names for
-        `index.grace_s`, and report the paths. Each change of an index publishes a version; call it after hundreds."""
+        """Delete the versions before the last `index.keep_versions` (5) that another replaced `index.grace_s` (an hour)
+        ago or earlier, and files that no version names for as long, and report the paths. Each change of an index
+        publishes a version; call it after hundreds."""
         return versions.act(self.run, "collect", None)
 
     def serve(self, **settings: Any) -> None:

@@ -672,6 +672,39 @@ def test_versions_are_verified_repaired_and_collected_in_python(index: Index):
                 call(1)
 
 
+def test_a_number_of_a_version_may_be_of_numpy_and_its_report_is_json(index: Index):
+    index.delete("p1")
+    assert json.loads(json.dumps(index.rollback(np.int64(1))._asdict()))["to"] == 1
+    for call in (index.rollback, index.verify, index.repair):
+        with pytest.raises(ConfigError, match="version is '1'; give a number"):
+            call("1")
+
+
+def test_a_version_that_was_collected_is_named_by_an_index_that_has_it_open(index: Index):
+    with Index.open(index.run.store.path) as earlier:
+        earlier.search("tower")
+        for number in range(3):
+            index.upsert([{**row, "text": f"A tower of {number} stones."} for row in ROWS])
+        with Index.open(index.run.store.path, settings={"index": {"keep_versions": 1, "grace_s": 0}}) as own:
+            own.collect()
+        for call in (earlier.scan, lambda: earlier.search("tower", filter={"year": 1901})):
+            with pytest.raises(MvrRayError, match="open the index again"):
+                call()
+        earlier.close()
+        assert len(list(earlier)) == len(ROWS) == len(earlier.search("tower", 99))
+
+
+def test_an_index_of_a_run_file_stays_in_its_store_whatever_the_working_folder_is(index: Index, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("store: {path: store}\n")
+    monkeypatch.chdir(tmp_path)
+    with Index.open("run.yaml") as own:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        assert own.search("tower", 1) and own.add_feedback([("Who?", "p1", 1)]) == 1
+        assert own.upsert([("new", "A new tower.")]).num_passages == len(ROWS) + 1
+        assert not list(Path().iterdir())
+
+
 def test_passages_are_indexed_again_by_other_settings_without_giving_them(index: Index):
     index.delete([f"p{n}" for n in range(12)])
     index.rollback(1)
@@ -703,6 +736,7 @@ def test_a_filter_leaves_only_what_passes(index: Index):
             method({"year": {"in": {1920}}})
     with pytest.raises(ConfigError, match="JSON has no value such as"):
         index.delete(filter={"year": {"in": {1920}}})
+    assert {hit.id for hit in index.search("who?", filter={"year": {"in": [Decimal(1920), 1921]}})} == {"p20", "p21"}
     index.delete(filter={"id": {"in": np.array(["p1"])}})
     assert "p1" not in index and "p2" in index
 
