@@ -26,7 +26,7 @@ from mvr_ray.store.formats.records import (
     is_id,
     question_record,
 )
-from mvr_ray.store.formats.rows import fields_of, passage_of, question_of, sets_fields
+from mvr_ray.store.formats.rows import batch_rows, fields_of, passage_of, question_of, sets_fields
 from mvr_ray.store.formats.sources import DATA_ENDS, read_question_file
 from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS
@@ -241,11 +241,13 @@ def rows_of(rows: Any) -> Iterator[Any]:
     if hasattr(rows, "with_format"):  # Hugging Face
         return iter(rows.with_format(None))
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset
-        return (row for batch in rows.to_batches() for row in batch.to_pylist())
-    if hasattr(rows, "to_pylist"):  # RecordBatch, Array, ChunkedArray
+        return (row for batch in rows.to_batches() for row in batch_rows(batch))
+    if hasattr(rows, "num_columns"):  # RecordBatch
+        return batch_rows(rows)
+    if hasattr(rows, "to_pylist"):  # Array, ChunkedArray
         return iter(rows.to_pylist())
     if hasattr(rows, "read_next_batch"):  # RecordBatchReader
-        return (row for batch in rows for row in batch.to_pylist())
+        return (row for batch in rows for row in batch_rows(batch))
     if hasattr(rows, "iter_rows"):  # polars, and Ray, whose rows are named
         return rows.iter_rows(named=True) if hasattr(rows, "to_dicts") else iter(rows.iter_rows())
     if hasattr(rows, "collect_schema"):  # polars, lazy

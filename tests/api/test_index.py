@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from datetime import date, datetime, time
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from html import unescape
 from io import StringIO
@@ -200,6 +200,21 @@ def test_a_column_of_arrow_holds_the_passages_of_its_list(kind: str):
         "structs": pa.array([{"text": "One."}, {"text": "Two."}]),
     }
     assert list(passage_records(columns[kind])) == list(passage_records(["One.", "Two."]))
+
+
+def test_a_time_in_arrow_that_python_cannot_hold_is_left_out_as_from_a_file(tmp_path: Path, caplog):
+    times = {"when": pa.array([2**62, 0], pa.timestamp("ms")), "zone": pa.array([0, 0], pa.timestamp("s", "Mars/X"))}
+    table = pa.table({"id": ["a", "b"], "text": ["One.", "Two."], **times})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    sources = [SourceConfig(path=str(tmp_path / "rows.parquet"))]
+    for number, rows in enumerate([table, table.to_reader(), table.to_batches()[0], None]):
+        config = PrepareConfig(sources=[] if rows is not None else sources, fields="infer")
+        store = Store(str(tmp_path / str(number)))
+        prepare(config, store, records=None if rows is None else passage_records(rows))
+        first, second = sorted(Corpus.open(store, "corpus"))
+        assert (first.values, second.values) == ({}, {"when": datetime(1970, 1, 1, tzinfo=UTC)})
+        assert "'when' is b'unreadable timestamp" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("kind", ["torch", "pandas", "arrow", "numpy"])

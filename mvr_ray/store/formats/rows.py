@@ -62,13 +62,18 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a Parquet file; None for a row whose text is not UTF-8."""
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(PARQUET_ROWS):
-            try:
-                yield from batch.to_pylist()
-            except (ValueError, OverflowError):
-                yield from (_parquet_row(batch, at) for at in range(len(batch)))
+            yield from batch_rows(batch)
 
 
-def _parquet_row(batch: pa.RecordBatch, at: int) -> dict[str, Any] | None:
+def batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a batch; None for one whose text is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        yield from (_batch_row(batch, at) for at in range(len(batch)))
+
+
+def _batch_row(batch: pa.RecordBatch, at: int) -> dict[str, Any] | None:
     try:
         return {name: _python_value(column[at]) for name, column in zip(batch.schema.names, batch.columns)}
     except UnicodeDecodeError:
@@ -76,14 +81,14 @@ def _parquet_row(batch: pa.RecordBatch, at: int) -> dict[str, Any] | None:
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
-    """Convert a value to Python; a date or time beyond Python's range, or in a zone that it does not know, becomes a
-    text that no field of a time accepts."""
+    """Convert a value to Python; a date or time beyond Python's range, or in a zone that it does not know, becomes
+    bytes that say so, which no field accepts."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
         raise
     except (ValueError, OverflowError):
-        return f"unreadable {scalar.type}"
+        return f"unreadable {scalar.type}".encode()
 
 
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
