@@ -36,6 +36,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, BeforeValidator
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.routing import Match, Route
 
 from mvr_ray import __version__, logs
@@ -224,7 +225,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         """Report whether the process answers. Open to all."""
         return schemas.Liveness(live=True, version=__version__)
 
-    @api.get("/metrics", response_class=Response, dependencies=bearer, responses=_errors(401))
+    @api.get("/metrics", response_class=PlainTextResponse, dependencies=bearer, responses=_errors(401))
     async def prometheus() -> Response:
         """Return the counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)

@@ -44,6 +44,8 @@ _CODES = {
     "extra_forbidden": "unknown_field",
     "unexpected_keyword_argument": "unknown_field",
 }
+_BRANCHES = ("str", "constrained-float")
+"""How pydantic names branches of a union, which no request holds."""
 _KEY_END = re.compile(rb'"\s*:')
 
 
@@ -540,7 +542,8 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
     """Return the error for the first problem that pydantic names; `fields` are those of a body. It names the value
     where the problem has one, as those of Python values do."""
     problem = next((one for one in problems if one["type"] == "finite_number"), problems[0])
-    kind, field = problem["type"], ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
+    parts = [str(part) for part in problem["loc"] if part not in _BRANCHES]
+    kind, field = problem["type"], ".".join(part for part in parts if not part.startswith("list["))
     if kind == "finite_number":
         return RequestError(422, "not_finite", field, "the number is not finite", "send finite numbers")
     if kind == "json_invalid":
@@ -550,6 +553,9 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
         hint = 'send {"queries": ["a question"], "k": 10}; one vector is sent as [vector]'
         return RequestError(422, "wrong_type", field, message, hint)
     value = f"{problem['input']!r:.60}" if "input" in problem else ""
+    if field == "input" and kind not in ("missing", "too_short"):
+        message = f"input is {value}{', ' if value else ''}neither a text nor a list of texts"
+        return RequestError(422, "wrong_type", "input", message, 'send {"input": ["a text"]}')
     if field.split(".")[0] == "hybrid":
         message = f"hybrid is {value}{', ' if value else ''}neither a number from 0 to 1e20 nor rrf or off"
         return RequestError(422, "wrong_value", "hybrid", message, 'give a number such as 30, "rrf" or "off", or none')

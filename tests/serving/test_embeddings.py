@@ -54,6 +54,7 @@ def test_what_cannot_be_embedded_is_an_error_of_the_client_that_names_the_field(
         ({"model": "words", "input": "x", "dimensions": 2}, openai.UnprocessableEntityError, "wrong_dimension", "3"),
         ({"model": "words", "input": [1, 2]}, openai.UnprocessableEntityError, "not_a_text", "token numbers"),
         ({"model": "words", "input": [[1], [2]]}, openai.UnprocessableEntityError, "not_a_text", "token numbers"),
+        ({"model": "words", "input": ["x", None]}, openai.UnprocessableEntityError, "wrong_type", "list of texts"),
         ({"model": "words", "input": "  "}, openai.UnprocessableEntityError, "empty_text", "empty"),
         ({"model": "words", "input": ""}, openai.UnprocessableEntityError, "empty_text", "no text"),
         ({"model": "words", "input": []}, openai.UnprocessableEntityError, "empty_text", "no text"),

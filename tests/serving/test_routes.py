@@ -249,6 +249,7 @@ def test_the_description_names_every_route_its_bodies_limits_and_token() -> None
     }
     assert openapi["components"]["schemas"]["SearchRequest"]["properties"]["k"]["maximum"] == 77
     assert openapi["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert list(openapi["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     for path, methods in openapi["paths"].items():
         for method in methods.values():
             assert method["description"] and all(status in method["responses"] for status in ("200", "413")), path
