@@ -47,6 +47,7 @@ _BACKLOG = 1024
 _BODY_HINT = "send less, or raise serve.max_body_bytes"
 _HEADERS = "send HTTP/1.1, and fewer or shorter headers (serve.max_header_bytes)"
 _ROUTES = "send a body by POST to a route below /v1/"
+_DESCRIPTION = "see GET /openapi.json"
 _LOOK = "try again; see GET /readyz"
 
 
@@ -157,6 +158,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
     refusals = [
         ("long_headers", RequestError(431, "headers_too_large", "", f"the headers have over {header} bytes", _HEADERS)),
         ("websocket", no_websocket()),
+        ("of_serve", RequestError(404, "unknown_route", "", "the server has no such route", _DESCRIPTION)),
         ("has_body !post or has_body !below_v1", RequestError(413, "body_too_large", "", "no body is due", _ROUTES)),
     ]
     if tokens:
@@ -191,6 +193,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
         f"acl long_headers req.hdrs,length gt {header}",
         f"acl long_headers url,length gt {header}",
         "acl websocket req.hdr(upgrade) -i websocket",
+        "acl of_serve path,url_dec -m beg /-/",  # routes that Serve's proxy answers itself, to anyone
         "acl has_body req.hdr(transfer-encoding) -m found",
         "acl has_body req.body_size gt 0",
         "acl post method POST",

@@ -25,6 +25,7 @@ from attacks import (
     read_reply,
     send,
 )
+from fastapi import FastAPI
 from in_memory_index import InMemoryIndex
 from node_ports import held_port
 from server import listening
@@ -153,6 +154,15 @@ def test_upgrades_are_refused_or_left_out() -> None:
         assert send(port(proxy), [GET + websocket]) == RawReply(400, "no_websocket")
         assert send(port(proxy), [GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"]).status == 200
         assert send(port(proxy), [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]).status in (0, 400)
+
+
+def test_routes_of_ray_serve_are_not_reached() -> None:
+    serve = FastAPI()
+    serve.get("/{path:path}")(lambda path: path)
+    with held_port() as free, listening(serve) as behind, ReverseProxy(ServeConfig(port=free), TokenStore()) as proxy:
+        proxy.start(urlsplit(behind).port)
+        for path, reply in (("/-/routes", 404), ("/%2d/healthz", 404), ("/-", 200), ("/v1/passages/-/a", 200)):
+            assert send(port(proxy), [f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()]).status == reply
 
 
 def test_a_server_without_tokens_answers_to_its_own_names_alone() -> None:
