@@ -9,9 +9,9 @@
     └── UnreachableError       no answer: no connection, the deadline has passed, or the client is closed
 
 `timeout_s` is one deadline over connecting, waiting and every attempt; absent, it is that of the client. Each attempt
-has the time that is left, and sends it to the server (X-Timeout-Ms). A request is sent again without a connection and
-after 502, 503 and 504, at the server's Retry-After or after growing pauses; never after a 4xx, and a rollback only if
-the server certainly did not begin it. Imports without Ray and torch.
+has the time that is left, and sends it to the server (X-Timeout-Ms). A request is sent again without a connection,
+after one that broke, and after 502, 503 and 504, at the server's Retry-After or after growing pauses; never after a
+4xx, and a rollback only if the server certainly did not begin it. Imports without Ray and torch.
 
 To publish, give as much time as reading every file of the version once may take: `client.publish(manifest,
 timeout_s=3600)`.
@@ -69,6 +69,8 @@ _LONGEST_S = 1e6
 _KEEPALIVE_S = 2.0
 """Shorter than servers keep a connection, so that none is reused while the server closes it."""
 _RETRY_STATUSES = (502, 503, 504)
+_BROKEN = (httpx2.NetworkError, httpx2.RemoteProtocolError)
+"""Errors of a connection that ended before its answer: of a proxy that ended, or that has too many connections."""
 _NOT_BEGUN = ("overloaded", "publishing")
 """Codes of errors after which any request may be sent again: the server has not begun it."""
 _TIME_HINT = "give a number of seconds above 0"
@@ -192,7 +194,7 @@ class HttpTransport:
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 message = f"{self.address} was not reached ({str(error) or type(error).__name__})"
                 last = UnreachableError(0, "unreachable", "", message, "see whether the server runs at this address")
-                again = isinstance(error, httpx2.ConnectError)
+                again = isinstance(error, httpx2.ConnectError) or (request.repeatable and isinstance(error, _BROKEN))
             pause_s = next_pause_s(tries, retry_after, random.random())
             if not again or pause_s >= deadline.left_s:
                 raise last
@@ -526,6 +528,8 @@ class Client(_Endpoints):
 def _is_address(address: object) -> bool:
     """Return whether it is the URL of a server, with a host and, if any, a port that exists."""
     if not isinstance(address, str) or not address.lower().startswith(("http://", "https://")):
+        return False
+    if {"?", "#"} & set(address):  # the paths of requests would not follow the address's own
         return False
     try:
         parts = urlsplit(address)

@@ -329,7 +329,7 @@ def test_an_inner_search_that_hangs_ends_with_the_callers_time() -> None:
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers every request with the next line of a script: (status, headers, body)."""
+    """Answers every request with the next line of a script: (status, headers, body); of status 0 with none."""
 
     def __init__(self, script: list[tuple[int, dict[str, str], bytes]]) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
@@ -354,6 +354,8 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(f"{self.command} {self.path}")
         status, headers, body = self.server.script[min(len(self.server.requests), len(self.server.script)) - 1]
+        if not status:
+            return
         self.send_response(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
@@ -381,6 +383,16 @@ def test_what_a_server_could_not_do_then_is_asked_again() -> None:
     with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         assert client.search(["nile"]).version == 3
         assert len(server.requests) == 4
+
+
+def test_a_request_whose_connection_breaks_is_sent_again_unless_it_is_a_rollback() -> None:
+    with closing(ScriptedServer([(0, {}, b""), (200, {}, FINE)])) as server, Client(server.address) as client:
+        assert client.search(["nile"]).version == 3
+        assert len(server.requests) == 2
+    with closing(ScriptedServer([(0, {}, b""), (200, {}, ROLLED)])) as server, Client(server.address) as client:
+        with pytest.raises(UnreachableError):
+            client.rollback(1)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 302])
@@ -546,7 +558,8 @@ def test_a_token_with_a_line_end_is_the_token_and_what_is_none_is_refused_withou
 
 
 def test_what_is_no_address_is_refused() -> None:
-    for wrong in ("localhost:8000", "ftp://x", "", 8000, None, "http://:80", "http://127.0.0.1:99999", "http://[::1"):
+    ports = ("localhost:8000", "http://:80", "http://127.0.0.1:99999")
+    for wrong in (*ports, "ftp://x", "", 8000, None, "http://[::1", "http://h/?key=1", "http://h#search"):
         with pytest.raises(ConfigError, match="no address of a server"):
             Client(wrong)
 
