@@ -36,7 +36,6 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, BeforeValidator
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse
 from starlette.routing import Match, Route
 
 from mvr_ray import __version__, logs
@@ -87,12 +86,12 @@ MEANINGS = {
     415: "The body is not declared to be JSON, or is compressed.",
     421: "A server without tokens is called by a name that is not its own (serve.hosts).",
     422: "The request is wrong: `code` and `field` say where.",
+    431: "The headers are larger than serve.max_header_bytes.",
+    502: "The process that was to answer ended; Retry-After says when to ask again.",
     503: "Too busy, or too few passages could be searched; Retry-After says when to ask again.",
     504: "No answer in the time that was given.",
 }
-ANY_REQUEST = (408, 413, 421)
-IN_SLOT = (401, 503, 504)
-"""The errors of any request below /v1/, beside those of its body."""
+ANY_REQUEST = (408, 413, 421, 431, 502, 503, 504)
 
 
 def create_app(service: SearchService, tokens: TokenStore | None = None, metrics: Metrics | None = None) -> FastAPI:
@@ -130,10 +129,10 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
     bearer = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if tokens else []
 
     def get(path: str, *statuses: int) -> Callable[[F], F]:
-        return api.get(path, dependencies=bearer, responses=_errors(*statuses, *IN_SLOT))
+        return api.get(path, dependencies=bearer, responses=_errors(*statuses, 401))
 
     def post(path: str, *statuses: int, admin: bool = False, **options: Any) -> Callable[[F], F]:
-        responses = _errors(*statuses, 404, 409, 422, *IN_SLOT, *((403,) if admin else ()))
+        responses = _errors(*statuses, 401, 404, 409, 422, *((403,) if admin else ()))
         dependencies = [*bearer, Depends(_require_admin)] if admin else bearer
         return api.post(path, dependencies=dependencies, responses=responses, **options)
 
@@ -212,7 +211,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         503: {"model": schemas.Readiness | schemas.ErrorResponse, "description": "Not every passage was searched."}
     }
 
-    @api.get("/readyz", responses=_errors(504) | not_ready)
+    @api.get("/readyz", responses=_errors() | not_ready)
     async def ready(request: Request, response: Response) -> schemas.Readiness:
         """Report whether a real search has just covered every passage. Open to all."""
         readiness = await probe.readiness(request.state.deadline)
@@ -225,7 +224,9 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         """Report whether the process answers. Open to all."""
         return schemas.Liveness(live=True, version=__version__)
 
-    @api.get("/metrics", response_class=PlainTextResponse, dependencies=bearer, responses=_errors(401))
+    series: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @api.get("/metrics", response_class=Response, dependencies=bearer, responses=_errors(401) | series)
     async def prometheus() -> Response:
         """Return the counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
@@ -359,10 +360,12 @@ def _describe_limits(api: FastAPI, limits: ServeConfig) -> None:
             for alternative in search["timeout_ms"]["anyOf"]:
                 if alternative["type"] == "integer":
                     alternative.update(minimum=1, maximum=limits.timeout_ms)
-            search["queries"]["maxItems"] = explain["questions"]["maxItems"] = limits.max_batch
+            search["queries"].pop("minLength")  # pydantic describes a union of lists as if it were a text
+            search["queries"].update(minItems=1, maxItems=limits.max_batch)
+            explain["questions"]["maxItems"] = limits.max_batch
             explain["passages"]["maxItems"] = limits.max_k
             for alternative in models["EmbeddingsRequest"]["properties"]["input"]["anyOf"][1:]:
-                alternative["maxItems"] = limits.max_batch
+                alternative.update(minItems=1, maxItems=limits.max_batch)
         return describe()
 
     api.openapi = describe_with_limits
