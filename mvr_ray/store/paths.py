@@ -174,7 +174,7 @@ def shard_measurements(index: str, digest: str, config_digest: str) -> str:
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:
-    """Return the folder of the `number`-th damaged shard of this digest."""
+    """Return the folder of a damaged shard of this digest; `number` tells several of them apart."""
     return f"indexes/{index}/quarantine/{digest}-{number}"
 
 

@@ -142,6 +142,20 @@ def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_asi
     assert len(store.list(paths.index_dir("random", "quarantine"))) == 2
 
 
+def test_a_shard_is_repaired_again_after_the_oldest_quarantined_folder_was_deleted(tmp_path: Path):
+    """This program never deletes one, so users do."""
+    version = publish_random_index(tmp_path, random_views(90, 3), 2, INT8)
+    store, entry = Store(str(tmp_path)), version.shards[0]
+    codes = next(name for name in entry.files if name != paths.EMBEDDINGS)
+    for number, first_free in enumerate((1, 2, 1), start=1):
+        flip_byte(folder_of(tmp_path, version, 0) / codes)
+        [row] = repair(store, version).repairs
+        assert (row.state, row.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, first_free))
+        if number == 2:
+            store.delete_dir(paths.quarantine_dir("random", entry.digest, 1))
+    assert manifest.verify(store, version).problems == []
+
+
 def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_path: Path):
     first = publish_random_index(tmp_path, random_views(60, 3), 1)
     other = publish_random_index(tmp_path / "other", random_views(60, 4), 1)

@@ -7,6 +7,7 @@ The manifest never changes. A folder is quarantined only once its replacement is
 never deleted by this program. Where embeddings are lost, the report names the command that makes them again.
 """
 
+import itertools
 import logging
 import shutil
 from collections.abc import Collection, Iterable
@@ -105,7 +106,8 @@ def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged_f
             )
         quarantine = ""
         if store.exists(place):
-            quarantine = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
+            folders = (paths.quarantine_dir(index, entry.digest, number) for number in itertools.count(1))
+            quarantine = next(folder for folder in folders if not store.exists(folder))
             store.move_dir(place, quarantine)
         copy = manifests.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
     if copy != entry:
