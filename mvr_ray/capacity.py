@@ -21,8 +21,9 @@ Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes
 import logging
 import math
 import re
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from mvr_ray.checksums import parse_json
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
@@ -89,6 +90,17 @@ class Backbone(NamedTuple):
     is_known: bool
     max_tokens: int = 512
     """Truncation length where the run sets none."""
+    joined_poolings: int = 1
+    """States that the model's own pooling joins in a vector."""
+    out_size: int = 0
+    """Dimension after the model's last linear layer; 0 without one."""
+    truncate_dim: int = 0
+    """Dimensions that the model keeps; 0: all."""
+
+    def dimension(self, pools: bool) -> int:
+        """Return the dimension of a vector; `pools`: of the model's own pooling."""
+        size = self.out_size or self.hidden_size * (self.joined_poolings if pools else 1)
+        return min(size, self.truncate_dim or size)
 
     @property
     def parameters(self) -> int:
@@ -170,7 +182,7 @@ def _shard_sizes(
 ) -> ShardSizes:
     shards, dimension, views = (
         run.prepare.num_shards,
-        run.encoder.truncate_dim or model.hidden_size,
+        run.encoder.truncate_dim or model.dimension(run.encoder.strategy == "pooling"),
         _num_views(run.encoder),
     )
     on_shard, num_added = math.ceil(passages / shards), math.ceil(feedback_views / shards)
@@ -355,11 +367,12 @@ def _num_views(encoder: EncoderConfig) -> int:
 
 
 def backbone_sizes(backbone: str) -> Backbone:
-    """Read sizes from the backbone's config.json if it is on this machine and has them, else use those of
-    bert-base-uncased. Raises StorageError for a damaged file."""
+    """Read sizes from the backbone's config.json, and those of the modules of sentence-transformers behind it, if it is
+    on this machine and has them, else use those of bert-base-uncased. Raises StorageError for a damaged file."""
     folder = resolve_path(PACKAGED_FOLDER if backbone == PACKAGED_MODEL else backbone)
-    files = (folder / "config.json", folder / "sentence_bert_config.json")
-    values, lengths = (parse_json(file.read_bytes(), str(file)) if file.is_file() else {} for file in files)
+    modules = _module_settings(folder)
+    values = modules[0][1] if modules else _read_settings(folder / "config.json")
+    lengths = _read_settings(folder / (modules[0][0] if modules else "") / "sentence_bert_config.json")
 
     def size(*names: str) -> int:
         """Look up a setting by its names in BERT, DistilBERT and T5; 0 where the file has none of them."""
@@ -377,7 +390,31 @@ def backbone_sizes(backbone: str) -> Backbone:
         positions,
         is_known=True,
         max_tokens=min(lengths.get("max_seq_length") or positions, positions),
+        joined_poolings=max([1, *(_num_poolings(settings) for _, settings in modules)]),
+        out_size=next((own["out_features"] for _, own in reversed(modules) if "out_features" in own), 0),
+        truncate_dim=_read_settings(folder / "config_sentence_transformers.json").get("truncate_dim") or 0,
     )
+
+
+def _module_settings(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the folder and the settings of each module of a model of sentence-transformers, the transformer first;
+    nothing for another model."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return []
+    names = [module["path"] for module in parse_json(b'{"modules": %b}' % file.read_bytes(), str(file))["modules"]]
+    return [(name, _read_settings(folder / name / "config.json")) for name in names]
+
+
+def _num_poolings(settings: Mapping[str, Any]) -> int:
+    """Count the modes of a pooling, named by one setting or each by its own."""
+    if modes := settings.get("pooling_mode"):
+        return 1 if isinstance(modes, str) else len(modes)
+    return sum(value is True for name, value in settings.items() if name.startswith("pooling_mode_"))
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    return parse_json(file.read_bytes(), str(file)) if file.is_file() else {}
 
 
 def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int:

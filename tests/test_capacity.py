@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from prepared_corpus import empty_corpus
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -85,6 +87,35 @@ def test_a_model_whose_configuration_says_no_size_is_planned_as_bert_base_and_a_
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(StorageError, match=f"^{tmp_path}/config.json is damaged"):
         backbone_sizes(str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["mean", "pooling"])
+@pytest.mark.parametrize(
+    ("subfolder", "modes", "out_size", "truncate_dim"),
+    [("", ["mean"], 0, 0), ("0_Transformer", ["mean"], 256, 0), ("", ["cls", "mean"], 0, 0), ("", ["mean"], 0, 16)],
+)
+def test_vectors_are_planned_in_the_dimension_of_the_model_s_last_module(
+    tmp_path, tiny_backbone, strategy, subfolder, modes, out_size, truncate_dim
+) -> None:
+    shutil.copytree(tiny_backbone, tmp_path / "model" / subfolder)
+    modules = {"Transformer": subfolder, "Pooling": "1_Pooling"} | ({"Dense": "2_Dense"} if out_size else {})
+    settings = {
+        "modules.json": [
+            {"path": path, "type": f"sentence_transformers.models.{name}"} for name, path in modules.items()
+        ],
+        "1_Pooling/config.json": {"pooling_mode_cls_token": "cls" in modes, "pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": {"out_features": out_size} if out_size else {},
+        "config_sentence_transformers.json": {"truncate_dim": truncate_dim or None},
+    }
+    for name, content in settings.items():
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    if out_size:
+        save_file({"linear.weight": torch.ones(out_size, 64)}, tmp_path / "model" / "2_Dense" / "model.safetensors")
+    run = RunConfig(encoder=EncoderConfig(backbone=str(tmp_path / "model"), strategy=strategy))
+    encoder = DualEncoder.from_backbone(run.encoder.backbone, EncoderSpec(strategy=strategy, num_views=1))
+    assert plan(run, 100).dimension == encoder.dimension
+    assert backbone_sizes(run.encoder.backbone).parameters == backbone_sizes(str(tiny_backbone)).parameters
 
 
 def test_a_run_without_a_length_is_planned_for_the_length_that_the_model_states() -> None:
