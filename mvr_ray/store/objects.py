@@ -240,13 +240,13 @@ class ObjectFiles:
         return max((file["last_modified"].timestamp() for file in self._at_or_below(path)), default=None)
 
     def touch(self, path: str) -> None:
-        """Renew the time of an object, or of a folder's JSON files, by copies within the service, so that no error
-        of a transfer is written back."""
-        names = [file["path"] for file in self._at_or_below(path)]
-        for name in (name for name in names if name == path or name.endswith(".json")):
+        """Renew the time of an object, or of a folder's JSON files, by copies within the service as far as it makes
+        them, so that no error of a transfer is written back."""
+        sizes = {file["path"]: file["size"] for file in self._at_or_below(path)}
+        for name in (name for name in sizes if name == path or name.endswith(".json")):
             aside = f"{TOUCHED}/{name}"
-            obstore.copy(self._objects, name, aside)
-            obstore.copy(self._objects, aside, name)
+            self._copy(name, aside, sizes[name])
+            self._copy(aside, name, sizes[name])
             self.delete(aside)
 
     def delete(self, path: str) -> None:
@@ -262,19 +262,22 @@ class ObjectFiles:
         return [file["path"] for file in self._below(TOUCHED)]
 
     def move_dir(self, path: str, to: str) -> None:
-        """Copy every file, then delete the originals. A file that is too large for one copy is read and written."""
+        """Copy every file, then delete the originals."""
         for file in self._below(path):
-            name, size = f"{to}/{file['path'].removeprefix(path).lstrip('/')}", file["size"]
-            if size <= MAX_COPY_BYTES:
-                obstore.copy(self._objects, file["path"], name)
-                continue
-            writer = obstore.open_writer(self._objects, name, buffer_size=_part_bytes(size), max_concurrency=2)
-            for piece in obstore.get(self._objects, file["path"]).stream(CHUNK_BYTES):
-                writer.write(piece)
-            writer.close()  # not after an error: it would finish the object
-            if (num_bytes := self.size_bytes(name)) != size:
-                raise OSError(f"{name} has {num_bytes} bytes, not {size} as {file['path']}")
+            self._copy(file["path"], f"{to}/{file['path'].removeprefix(path).lstrip('/')}", file["size"])
         self.delete_dir(path)
+
+    def _copy(self, path: str, to: str, size: int) -> None:
+        """Copy an object within the service; one that is too large for that is read and written."""
+        if size <= MAX_COPY_BYTES:
+            obstore.copy(self._objects, path, to)
+            return
+        writer = obstore.open_writer(self._objects, to, buffer_size=_part_bytes(size), max_concurrency=2)
+        for piece in obstore.get(self._objects, path).stream(CHUNK_BYTES):
+            writer.write(piece)
+        writer.close()  # not after an error: it would finish the object
+        if (num_bytes := self.size_bytes(to)) != size:
+            raise OSError(f"{to} has {num_bytes} bytes, not {size} as {path}")
 
     def sha256(self, path: str) -> str:
         digest = hashlib.sha256()
