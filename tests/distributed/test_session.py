@@ -1,5 +1,6 @@
 """Sessions: started clusters are shut down, and needs that cannot be placed are refused."""
 
+import importlib
 import json
 import os
 import re
@@ -171,6 +172,22 @@ def test_doctor_finds_what_the_package_needs():
         "temporary folder",
     ):
         assert checks[name].ok, checks[name]
+
+
+@pytest.mark.parametrize("error", [ImportError("no"), OSError("no libcudart"), ValueError("numpy.dtype size changed")])
+@pytest.mark.parametrize("name", ["hnswlib", "torch"])
+def test_doctor_names_a_library_that_is_broken_in_whatever_way(monkeypatch, name, error):
+    load = importlib.import_module
+
+    def import_module(own: str) -> object:
+        if own == name:
+            raise error
+        return load(own)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    checks = {check.name: check for check in doctor()}
+    assert (checks[name].ok, checks[name].detail) == (False, f"cannot be imported: {error}")
+    assert "shared memory" in checks
 
 
 def test_doctor_measures_what_a_job_would_upload_of_a_clone_for_a_cluster(tmp_path, monkeypatch):

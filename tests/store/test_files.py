@@ -256,7 +256,9 @@ def test_a_moved_folder_is_whole_at_its_new_name_and_gone_at_the_old(store: Stor
     assert store.read_bytes("aside/abc-1/deep/y.bin") == b"deep/y.bin"
 
 
-def test_a_file_too_large_for_one_copy_moves_in_parts_and_gets_a_new_age(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_too_large_for_one_copy_moves_in_parts_and_gets_a_new_age(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("mvr_ray.store.objects.MAX_COPY_BYTES", 1 << 20)
     monkeypatch.setattr("mvr_ray.store.objects.obstore.copy", None)
     data = random.Random(1).randbytes(19 << 20)

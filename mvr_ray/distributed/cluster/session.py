@@ -523,6 +523,8 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
 
 
 _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "nltk", "Stemmer")
+_IMPORT_ERRORS = (ImportError, OSError, ValueError, AttributeError, RuntimeError)
+"""Of a library that is not installed, that lacks a shared library, or that was built for another version of numpy."""
 
 
 def doctor(resources: ResourcesConfig | None = None, precision: str = "auto") -> list[Check]:
@@ -548,9 +550,11 @@ def _check_software(precision: str) -> Iterator[Check]:
     for name in _LIBRARIES:
         try:
             version = str(getattr(importlib.import_module(name), "__version__", "installed"))
-        except ImportError as error:
+        except _IMPORT_ERRORS as error:
             extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
             yield Check(name, False, f"cannot be imported: {error}{extra}")
+            if name == "torch":  # the other checks of software import it
+                return
         else:
             yield Check(name, True, version)
     from mvr_ray.core.encoding.openvino_cpu import INSTALL
@@ -597,7 +601,10 @@ def _check_machine(resources: ResourcesConfig, address: str | None) -> Iterator[
         problem = f"{token} can be read by others: chmod 600 {token}"
     detail = problem or f"RAY_AUTH_MODE={mode or 'not set: a token of its own for a private cluster'}"
     yield Check("authentication", not problem, detail)
-    cuda = importlib.import_module("torch").cuda
+    try:
+        cuda = importlib.import_module("torch").cuda
+    except _IMPORT_ERRORS:  # named above
+        return
     names = f"{cuda.device_count()} x {cuda.get_device_name(0)}" if cuda.is_available() else ""
     own = {name: value for name, value in resources if name.startswith("gpus_per_") and value and not address}
     lack = "none visible to torch; the CPU does all the work"
