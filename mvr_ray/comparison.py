@@ -113,8 +113,8 @@ class Judgements(NamedTuple):
 class Ranking(NamedTuple):
     """Ids and texts of questions, None where the file has none; for each question and seed the rank, from 1, of the
     first passage that counts, infinity where none does; the known articles by question id; the number of hits among
-    which that passage was looked for, the most of any question; and by question id the ranks of the first gold passage
-    and the nDCGs, where they are known."""
+    which that passage was looked for, the most of any question; by question id the ranks of the first gold passage and
+    the nDCGs, where they are known; and the seeds, ascending."""
 
     ids: list[str | None]
     texts: list[str | None]
@@ -123,6 +123,7 @@ class Ranking(NamedTuple):
     depth: int
     gold_ranks: Mapping[str, list[float]]
     gold_ndcgs: Mapping[str, list[float]]
+    seeds: Sequence[int] = (0,)
 
 
 def compare(
@@ -157,14 +158,15 @@ def compare(
     articles = both[0].articles or both[1].articles
     groups = [articles.get(name, f"question {name} {number}") for name, number in keys]
     ranks = [np.array([ranking.ranks[at[key]] for key in keys]).T for ranking, at in zip(both, places)]
-    seeds = [len(ranks_SQ) for ranks_SQ in ranks]
-    if seeds[0] != seeds[1] and 1 not in seeds:
+    seeds = [list(ranking.seeds) for ranking in both]
+    single = next((side for side, own in zip(sides, seeds) if len(own) == 1), None)
+    if seeds[0] != seeds[1] and single is None:
+        names = [", ".join(map(str, own)) for own in seeds]
         raise ConfigError(
-            f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
+            f"compare: {first} has seeds {names[0]} and {second} has {names[1]}; compare systems of the same seeds, or "
             f"with one that was not trained"
         )
-    if 1 in seeds and max(seeds) > 1:
-        single = sides[seeds.index(1)]
+    if single and max(map(len, seeds)) > 1:
         log.warning("one seed, whose spread is in no interval and no p, unless it is untrained: ranking=%s", single)
     rows = []
 
@@ -278,7 +280,7 @@ def _ranking(side: str, judgements: Judgements | None, question_set: str | None)
     file_ranks = (rank for part in parts for rank in (*part.answer_ranks, *part.gold_ranks) if rank is not None)
     depth = reported_depth(Path(path)) or 1 + max((0, *file_ranks))
     systems = sorted({part.system for part in parts})
-    parts = [part for part in parts if part.system == system]
+    parts = sorted((part for part in parts if part.system == system), key=lambda part: part.seed)
     if not parts:
         raise ConfigError(f"compare: {path} has no system {system!r}; there are {', '.join(map(repr, systems))}")
     sets = sorted({part.questions for part in parts})
@@ -304,7 +306,8 @@ def _ranking(side: str, judgements: Judgements | None, question_set: str | None)
             f"it without --qrels, by answers, with FILE:SYSTEM or a ranking file that marks the passages that answer"
         )
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
-    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth, gold_ranks, gold_ndcgs)
+    all_ranks, seeds = list(ranks.values()), [part.seed for part in parts]
+    return Ranking(list(ranks), [None] * len(ranks), all_ranks, articles, depth, gold_ranks, gold_ndcgs, seeds)
 
 
 def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:

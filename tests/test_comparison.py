@@ -380,6 +380,22 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     assert caplog.messages == [expected]
 
 
+def test_a_seed_of_one_system_is_compared_with_the_same_seed_of_the_other(ranks_file: Path) -> None:
+    first, second = (part for part in read_question_ranks(ranks_file)[1:] if part.questions == "dev")
+    systems = {
+        "both": [first, second],
+        "reverse": [second, first],
+        "others": [first._replace(seed=2), second._replace(seed=3)],
+    }
+    parts = [part._replace(system=system) for system, own in systems.items() for part in own]
+    ranks_file.write_bytes(question_ranks_bytes(parts))
+    both, reverse, others = (f"{ranks_file}:{system}" for system in systems)
+    [row] = compare(both, reverse, [1])
+    assert (row.difference, row.p) == (0, 1)
+    with pytest.raises(ConfigError, match=r"both has seeds 1, 2 and .*others has 2, 3; compare systems of the same"):
+        compare(both, others, [1])
+
+
 def write_report(folder: Path, content: object) -> None:
     (folder / "report.json").write_text(json.dumps(content))
 
@@ -451,7 +467,7 @@ def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it
         compare(several, several, [1], question_set="train")
     three = [part._replace(seed=seed) for part in read_question_ranks(ranks_file)[:1] for seed in range(3)]
     (ranks_file.parent / "three.parquet").write_bytes(question_ranks_bytes(three))
-    with pytest.raises(ConfigError, match=r"has 3 seeds and .* has 2"):
+    with pytest.raises(ConfigError, match=r"has seeds 0, 1, 2 and .* has 1, 2"):
         compare(f"{ranks_file.parent}/three.parquet:one vector", several, [1], question_set="dev")
     with pytest.raises(DataError, match="does not exist; `mvr-ray evaluate` and `mvr-ray study` write"):
         compare(f"{ranks_file.parent}/none.parquet:x", several, [1])
