@@ -1,5 +1,6 @@
 """Two rankings compared question by question, against counting by hand."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mvr_ray.comparison import compare, difference
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes, read_question_ranks
-from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.types import Question
 
 
@@ -131,6 +132,20 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
                 f"{tmp_path / 'qrels'} does not say which passages count; retrieve it again with format=jsonl or "
                 f"format=parquet, which write their ids"
             )
+
+
+@pytest.mark.parametrize("form", ["dpr", "jsonl", "pyserini"])
+def test_a_compressed_ranking_with_blanks_around_questions_is_compared_as_the_plain_one(
+    tmp_path: Path, form: RankingFormat
+) -> None:
+    ranks = [1, 2, None, 1]
+    path = write_formats(tmp_path / "a", ranks)[form]
+    rows = [RankedQuestion(Question(f"q{i}", f" q{i}\n", ("a",)), hits(at)) for i, at in enumerate(ranks)]
+    write_ranking(rows, tmp_path / "blanks", form)
+    gzip_file = tmp_path / f"{path.name}.gz"
+    gzip_file.write_bytes(gzip.compress((tmp_path / "blanks").read_bytes()))
+    [row] = compare(path, gzip_file, [1])
+    assert (row.first, row.second) == (50, 50)
 
 
 def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_line(tmp_path: Path) -> None:

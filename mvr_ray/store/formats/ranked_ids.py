@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.rankings import ranking_rows
+from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import read_trec_run
 
 
 class QuestionHits(NamedTuple):
     """Id and text of a question in a ranking file, None where the file has none, and its hits with "bears an answer",
-    best first."""
+    best first. The text is without blanks at its ends, as stored questions are."""
 
     id: str | None
     text: str | None
@@ -25,8 +26,8 @@ class QuestionHits(NamedTuple):
 
 
 def is_trec_run(name: str) -> bool:
-    """Return whether a file of this name is read as a TREC run."""
-    return Path(name).suffix not in (".parquet", ".jsonl", ".json")
+    """Return whether a file of this name, compressed or not, is read as a TREC run."""
+    return plain_name(Path(name)).suffix not in (".parquet", ".jsonl", ".json")
 
 
 def read_ranked_ids(path: Path) -> list[QuestionHits]:
@@ -75,4 +76,4 @@ def _json(path: Path) -> Iterator[QuestionHits]:
     for row in ranking_rows(path):
         marks = [hit.get("has_answer") if row.get("answers") else None for hit in row["hits"]]
         hits = [(str(context_id(hit)), mark) for hit, mark in zip(row["hits"], marks)]
-        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], hits)
+        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"].strip(), hits)
