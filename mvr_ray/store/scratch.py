@@ -12,6 +12,7 @@ is a link nothing is deleted: it may point to a folder of other files.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 
 STALE_S = 86_400
 LEASE = ".lease"
+MAKE_TRIES = 100
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,7 +42,7 @@ def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def _make_folder(parent: Path, prefix: str) -> tuple[Path, Path, int]:
-    while True:
+    for tries_left in reversed(range(MAKE_TRIES)):
         name = uuid.uuid4().hex
         folder = parent / (f"{prefix}{name[:8]}" if prefix else name)
         lease = folder.with_name(folder.name + LEASE)
@@ -48,7 +50,9 @@ def _make_folder(parent: Path, prefix: str) -> tuple[Path, Path, int]:
         try:
             handle = os.open(lease, os.O_CREAT | os.O_EXCL | os.O_RDWR)
         except FileNotFoundError:  # another process has deleted the empty parent
-            continue
+            if tries_left:
+                continue
+            raise PermissionError(errno.EACCES, "no file can be made there", str(parent)) from None  # as in /proc
         try:
             _lock(handle)
             os.write(handle, _boot_id().encode())  # an empty lease is not deleted as one of this boot
@@ -57,8 +61,9 @@ def _make_folder(parent: Path, prefix: str) -> tuple[Path, Path, int]:
         except BaseException as error:  # nothing stays, after Ctrl-C either
             os.close(handle)
             lease.unlink(missing_ok=True)
-            if not isinstance(error, BlockingIOError):  # another process is checking this lease
+            if not (tries_left and isinstance(error, BlockingIOError)):  # another process is checking this lease
                 raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _delete_abandoned(parent: Path, prefix: str, now_s: float) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mvr_ray.errors import StorageError
 from mvr_ray.store.files import Store
 from mvr_ray.store.local_files import finished_file
 from mvr_ray.store.scratch import LEASE, STALE_S, scratch_folder
@@ -140,6 +141,12 @@ def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_
     store.delete_dir("b")
     store.delete("a/file")
     assert store.list("b") == store.list("a") == []
+
+
+def test_a_folder_that_takes_no_files_is_an_error_and_no_wait():
+    message = r"cannot write /proc/out\.json: no file can be made there"
+    with pytest.raises(StorageError, match=message), finished_file(Path("/proc/out.json")):
+        pass
 
 
 WRITER = """
