@@ -47,6 +47,7 @@ def test_an_exported_folder_gives_the_encoder_s_question_vectors(
     out = capsys.readouterr().out
     assert ("not carried: views: here a passage has up to 3" in out) == (strategy == "snippet_means")
     assert f"written: {folder}" in out
+    assert len({file.stat().st_mode for file in folder.rglob("*") if file.is_file()}) == 1  # the weights', too
     store = Store(str(tmp_path / "store"))
     live = manifest.read(store, "index")
     expected_QD = open_encoder(store, live.encoder_name, live.encoder_fingerprint).embed_queries(TEXTS)

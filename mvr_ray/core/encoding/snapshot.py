@@ -110,6 +110,8 @@ def export_towers(folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower]) 
         )
     for name, tower in towers.items():
         _write_tower(folder if spec.tied else folder / name, spec, tower, name)
+    for file in folder.rglob("*.safetensors"):  # which safetensors lets its owner alone read
+        file.chmod(folder.stat().st_mode & 0o666)
     losses = []
     if spec.effective_views > 1:
         losses.append(
