@@ -579,6 +579,13 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(
     assert (process.returncode, process.stderr) == (1, f"mvr-ray: {messages[target]}\n")
 
 
+def test_a_deleted_working_folder_is_one_line_and_status_1(tmp_path: Path) -> None:
+    shell = ["sh", "-c", 'rmdir "$0" && exec "$@"', str(tmp_path), sys.executable, "-m", "mvr_ray.cli"]
+    process = subprocess.run([*shell, "versions", "run.yaml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    message = "mvr-ray: the working folder was deleted; change to one that exists\n"
+    assert (process.returncode, process.stderr) == (1, message)
+
+
 def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_is_one() -> None:
     head = "from mvr_ray.cli import app, commands, tables\n@app.exit_on_error\ndef work():\n    "
     for work, message in (

@@ -29,6 +29,10 @@ def run_words(arguments: Sequence[str] | None = None) -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of a locale that lacks a character
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        sys.exit("mvr-ray: the working folder was deleted; change to one that exists")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
