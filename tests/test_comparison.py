@@ -148,6 +148,16 @@ def test_a_compressed_ranking_with_blanks_around_questions_is_compared_as_the_pl
     assert (row.first, row.second) == (50, 50)
 
 
+@pytest.mark.parametrize("kind", ["dpr", "jsonl", "parquet"])
+def test_a_ranking_is_read_by_its_ending_in_capitals_and_compressed_too(tmp_path: Path, kind: str) -> None:
+    plain = write_formats(tmp_path / "plain", [0, 2, None])[kind]
+    copies = [plain.with_suffix(plain.suffix.upper())]
+    copies += [plain.with_name(f"{plain.name}.gz")] * (kind != "parquet")
+    for copy in copies:
+        copy.write_bytes(gzip.compress(plain.read_bytes()) if copy.suffix == ".gz" else plain.read_bytes())
+        assert [row.difference for row in compare(plain, copy, [1, 2])] == [0, 0]
+
+
 def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     hit = RankedPassage("p", "", "\u2028", 1.0, True)

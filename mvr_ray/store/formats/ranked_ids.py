@@ -26,15 +26,15 @@ class QuestionHits(NamedTuple):
 
 
 def is_trec_run(name: str) -> bool:
-    """Return whether a file of this name, compressed or not, is read as a TREC run."""
-    return plain_name(Path(name)).suffix not in (".parquet", ".jsonl", ".json")
+    """Return whether a file of this name is read as a TREC run; an ending of compressed files does not count."""
+    return plain_name(Path(name)).suffix.lower() not in (".parquet", ".jsonl", ".json")
 
 
 def read_ranked_ids(path: Path) -> list[QuestionHits]:
     """Read the questions of a ranking file with their hits. Raises DataError for another kind of file."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
-    read = _parquet if path.suffix == ".parquet" else _trec if is_trec_run(path.name) else _json
+    read = _parquet if path.suffix.lower() == ".parquet" else _trec if is_trec_run(path.name) else _json
     rows = list(read(path))
     if not rows:
         raise DataError(f"ranking {path} holds no question")

@@ -47,7 +47,8 @@ def read_trec_run(path: Path) -> Iterator[RunLine]:
             if not parts:
                 continue
             if len(parts) != 6:
-                raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}, not the 6 of a TREC run")
+                problem = f"{path}:{number}: {count_noun(len(parts), 'column')}, not the 6 of a TREC run"
+                raise DataError(f"{problem}; a ranking in another format ends in .json, .jsonl or .parquet")
             question_id, _, passage_id, rank, score, _ = parts
             try:
                 int(rank)
