@@ -216,12 +216,17 @@ def _question_record(row: Any, where: str, own_id: str) -> Record:
     match row:
         case str() | Path() if _names_question_file(row):
             return BadRow(where, f"{str(row)!r:.200} is a file; to read its questions, give its path alone, in no list")
-        case Question():
-            return QuestionRecord(row, where)
+        case Question(id_, text, answers, positive_ids, negative_ids, starts, teacher_scores, grades):
+            lists = map(_plain_value, (answers, positive_ids, negative_ids, starts))  # of any type in a notebook
+            record = question_record(id_, text, where, *lists, positive_grades=grades)
+            if not isinstance(record, QuestionRecord):
+                return record
+            return record._replace(question=record.question._replace(teacher_scores=teacher_scores))
         case str():
             return question_record(own_id, row, where)
         case (text, answers):
-            return question_record(own_id, text, where, [answers] if isinstance(answers, str) else answers)
+            own_answers = [answers] if isinstance(answers, str) else _plain_value(answers)
+            return question_record(own_id, text, where, own_answers)
         case Mapping():
             return question_of(_plain_values(row), where, own_id)
         case _:
@@ -271,14 +276,16 @@ def plain(value: Any) -> Any:
 
 
 def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, its numbers to those of Python, and what a
-    frame has for a missing value (NaN, NaT, NA) to None."""
+    """Convert arrays of numpy, as pandas reads lists from Parquet, and columns to lists, numbers of numpy to those of
+    Python, and what a frame has for a missing value (NaN, NaT, NA) to None."""
     return {name: _plain_value(value) for name, value in row.items()}
 
 
 def _plain_value(value: Any) -> Any:
     if _is_missing(value):
         return None
+    if to_list := getattr(value, "to_list", getattr(value, "to_pylist", None)):  # a column of a frame or a table
+        return to_list()
     return value.tolist() if isinstance(value, np.ndarray | np.number | np.bool_) else value
 
 

@@ -73,7 +73,7 @@ from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import PARQUET_SCHEMA
-from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.records import BadRow, PassageRecord
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import own_passages, read_questions
 from mvr_ray.store.update import update, update_by_records
@@ -1774,8 +1774,44 @@ def test_questions_given_to_a_refinement_do_not_replace_others(index: Index):
 def test_questions_without_answers_and_gold_passages_cannot_be_evaluated(index: Index):
     with pytest.raises(ConfigError, match="no question of evaluate has an answer or a gold passage"):
         index.evaluate(["who built the tower?"])
-    with pytest.raises(DataError, match=r"answers is array.*, not a list"):
-        index.evaluate([("who built the tower?", np.array(["king 1", "king 2"]))])
+    with pytest.raises(DataError, match=r"answers is {'king 1'}, not a list"):
+        index.evaluate([("who built the tower?", {"king 1"})])
+
+
+@pytest.mark.parametrize("column", [np.array, pandas.Series, polars.Series, pa.array])
+def test_columns_in_a_question_or_a_passage_are_their_lists(column):
+    texts, ids = ["king 1", "king 2"], [1, 2]
+    expected = Question("q0", "who?", ("king 1", "king 2"), ("1", "2"), ("1", "2"))
+    row = {"question": "who?", "answers": column(texts), "positive_ids": column(ids)}
+    row |= {"hard_negative_ids": list(np.array(ids))}
+    assert questions_of([row]) == questions_of([Question("q0", *row.values())]) == [expected]
+    assert questions_of([("who?", column(texts))]) == [Question("q0", "who?", ("king 1", "king 2"))]
+    [passage] = passage_records([{"text": "One.", "tags": column(texts)}])
+    assert isinstance(passage, PassageRecord) and passage.extras == {"tags": texts}
+
+
+WRONG_QUESTIONS = {
+    "empty text": (("a", ""), "question is empty"),
+    "a number": (("a", 5), "question is 5, not a text"),
+    "empty id": (("", "who?"), "id is missing"),
+    "half a surrogate": (("a", "x\ud800y"), "question is not valid UTF-8"),
+    "answer of a number": (("a", "who?", (5,)), "answer is 5, not a text"),
+    "positive id of a float": (("a", "who?", (), (1.5,)), "id is 1.5, not a text or a whole number"),
+    "answer starts": (("a", "who?", ("king",), (), (), (0.5,)), "answer_starts holds something other"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_QUESTIONS.values(), ids=WRONG_QUESTIONS)
+def test_a_question_object_is_checked(values, message: str):
+    with pytest.raises(DataError, match=f"question 0: {message}"):
+        questions_of([Question(*values)])
+
+
+def test_a_lone_answer_and_whole_numbers_in_a_question_object_are_those_of_a_mapping():
+    scores = {"teacher_scores": (0.5, 0.1), "positive_grades": (2,)}
+    values: Any = 5, "who?", "king 1", (12,), [np.int64(7)]
+    expected = Question("5", "who?", ("king 1",), ("12",), ("7",), **scores)
+    assert questions_of([Question(*values, **scores)]) == [expected]
 
 
 WRONG = {

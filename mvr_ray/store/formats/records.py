@@ -204,7 +204,7 @@ def question_id(path: Path, number: int) -> str:
 def _id(value: Any) -> str:
     if value is None or value == "":
         raise ValueError("id is missing")
-    if isinstance(value, bool) or not isinstance(value, PassageId):
+    if not is_id(value):
         is_column = isinstance(value, float) and value % 1 == 0
         hint = "; a missing id elsewhere in a column makes pandas read whole numbers as such" if is_column else ""
         raise ValueError(f"id is {value!r:.60}, not a text or a whole number{hint}")
