@@ -364,7 +364,7 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
         raise MissingInputError(f"index {index!r} has no version in {store.full_name}; make one: mvr-ray index CONFIG")
     if version is not None and version not in versions:
         raise MissingInputError(
-            f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"
+            f"index {index!r} has no version {version!r} in {store.name}; there are {', '.join(map(str, versions))}"
         )
     return read_version(store, index, versions[-1] if version is None else version)
 

@@ -193,6 +193,8 @@ def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry:
     manifest.publish(store, describe([entry]))
     with pytest.raises(MissingInputError, match=r"no version 7 .* there are 1"):
         manifest.read(store, "i", 7)
+    with pytest.raises(MissingInputError, match=r"no version '1' .* there are 1"):
+        manifest.read(store, "i", "1")
 
 
 def test_a_manifest_whose_files_are_not_there_is_not_published(store: Store, entry: ShardEntry):
