@@ -443,13 +443,27 @@ class _Endpoints:
 class AsyncClient(_Endpoints):
     """A client for asyncio: its methods are coroutines."""
 
-    _call = _Endpoints._send
+    def _open(self, transport: Transport, timeout_s: float, is_closed: bool = False) -> None:
+        super()._open(transport, timeout_s, is_closed)
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
+        call = asyncio.create_task(self._send(build, *args, **options))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await call
+        except asyncio.CancelledError:  # by `close`, or of the caller
+            self._require_open()
+            raise
 
     async def close(self) -> None:
-        """Close connections, or the index in this process. Later calls raise UnreachableError, a second `close` does
-        nothing."""
+        """Close connections, or the index in this process. Running calls, and later ones, raise UnreachableError, a
+        second `close` does nothing."""
         if not self._is_closed:
             self._is_closed = True
+            for call in self._calls:
+                call.cancel()
             await self._transport.close()
 
     async def __aenter__(self) -> Self:

@@ -490,6 +490,19 @@ def test_closing_an_async_client_ends_a_call_that_would_send_again() -> None:
         asyncio.run(close_meanwhile(server))
 
 
+def test_closing_an_async_client_ends_a_call_that_connects() -> None:
+    async def close_meanwhile(address: str) -> None:
+        client = AsyncClient(address, timeout_s=math.inf)
+        call = asyncio.create_task(client.search(["nile"]))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(UnreachableError, match="closed"):
+            await asyncio.wait_for(call, 30)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asyncio.run(close_meanwhile(f"http://127.0.0.1:{server.getsockname()[1]}"))
+
+
 def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
     for body in (b"<html>hello</html>", b"{}", b""):
         with (
