@@ -519,6 +519,26 @@ def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(fir
     assert paths.CHANGES in {name for entry in manifest.read(store, "index").shards for name in entry.files}
 
 
+@pytest.mark.parametrize("is_rolled_back", [False, True])
+def test_moved_queries_stay_with_the_version_that_follows_though_no_view_moved(
+    first_store, run_over, tmp_path, is_rolled_back
+):
+    """A refinement of queries alone has the shards of the version before it."""
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    first = build_index.index(run)
+    (tmp_path / "queries").write_bytes(b"moved")
+    queries = {"known": manifest.add_refined_queries(store, "index", tmp_path / "queries")}
+    own = {"parent": first.version, "operation": "refine:query", "refined_queries": queries}
+    version = manifest.publish(store, dataclasses.replace(first, **own))
+    if is_rolled_back:
+        version = manifest.rollback(store, "index", version.version)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50}))
+    after = build_index.index(run)
+    assert (after.parent, after.operation, after.refined_queries) == (version.version, "index:refined", queries)
+    assert after.metrics["encoded"] == 1
+
+
 def test_a_compaction_stays_and_its_views_are_as_encoded_without_its_parent(first_store, run_over, tmp_path):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)

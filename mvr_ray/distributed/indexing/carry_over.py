@@ -227,13 +227,15 @@ def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
 
 
 def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
-    """Return whether refinement may have changed views of a version: of a copy as of its original, or as it records if
-    that is collected. `versions` are the existing ones of the index."""
+    """Return whether refinement may have changed views or queries of a version: of a copy as of its original, or as it
+    records if that is collected. `versions` are the existing ones of the index."""
     if version.operation not in manifests.COPIES:
         return version.operation != "index"
     originals = [versions[version.parent]] if version.parent in versions else []
     if version.operation == manifests.ROLLBACK:
-        originals = [one for one in versions.values() if one.version < version.version and one.shards == version.shards]
+        content = version.shards, version.refined_queries  # a refinement may have moved queries alone
+        earlier = [one for one in versions.values() if one.version < version.version]
+        originals = [one for one in earlier if (one.shards, one.refined_queries) == content]
     if originals:
         return all(has_refined_views(one, versions) for one in originals)
     return bool(version.metrics.get("refined", True))
