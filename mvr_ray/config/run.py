@@ -290,7 +290,8 @@ class IndexConfig(Section):
     keep_versions: Count = 5
     """The newest versions, which `versions collect` and `follow` leave."""
     grace_s: Annotated[float, Field(ge=0)] = 3600
-    """Time for which they leave a version after another one has replaced it, and files that no version names."""
+    """Time for which they leave a version after another one has replaced it, and files that no version names. Below a
+    minute only while no other process publishes: a collection may then delete what that one is about to name."""
 
 
 class FollowConfig(Section):
