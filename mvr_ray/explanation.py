@@ -18,7 +18,7 @@ SHOWN_CHARS = 80
 class ExplainedView(BaseModel):
     """One view: of the snippet text[start:stop], of the title, of the whole passage, or a feedback view, which is
     computed from questions and represents no part of the text. A snippet and the title have `text`, which is empty for
-    a viewer after the last snippet. `scores` has one number a question.
+    a viewer after the last snippet, or before no title. `scores` has one number a question.
     """
 
     view: int
@@ -180,6 +180,6 @@ def describe_view(view: ExplainedView) -> str:
     words = {
         "feedback": "feedback: questions that this passage answered",
         "passage": "the whole passage",
-        "title": f"title: {view.text}",
+        "title": f"title: {view.text}" if view.text else "no title",
     }
     return words.get(view.kind, view.text or "no snippet: a viewer after the last one")

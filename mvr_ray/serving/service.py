@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.core.encoding.snippets import snippet_text
+from mvr_ray.core.encoding.snippets import TITLE, snippet_text
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import FilterError, MissingInputError, OverloadedError
 from mvr_ray.explanation import Explanation
@@ -367,6 +367,7 @@ def passage_hits(
         if request.text:
             passage, own_spans = passages[hit.passage_id], spans[hit.passage_id]
             span = own_spans[hit.view] if hit.view < len(own_spans) and not is_feedback else None
+            span = None if span == TITLE and not passage.title.strip() else span
             more |= {"title": passage.title, "text": passage.text, "snippet": span and snippet_of(passage, span)}
         return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=is_feedback, **more)
 

@@ -118,6 +118,24 @@ def test_a_viewer_after_the_last_snippet_has_an_empty_one() -> None:
     assert describe_view(views[1]) == "no snippet: a viewer after the last one"
 
 
+def test_a_viewer_before_no_title_does_not_stand_for_the_whole_passage() -> None:
+    """`DualEncoder.view_spans` says so of passages without a title, with `empty_snippets: kept`."""
+
+    class IndexOfTitles(InMemoryIndex):
+        def view_spans(self, passage):
+            return [TITLE, (0, 17)]
+
+        def passages(self, ids):
+            return {name: passage._replace(title="") for name, passage in super().passages(ids).items()}
+
+    service = SearchService(IndexOfTitles(), ServeConfig())
+    [passage] = service.explain(ExplainRequest(questions=["nile"], passages=["p1"])).passages
+    assert [(view.kind, view.text) for view in passage.views] == [("title", ""), ("snippet", "The Nile is long.")]
+    assert describe_view(passage.views[0]) == "no title"
+    [[hit]] = service.search(SearchRequest(queries=["nile"], k=1)).results
+    assert (hit.view, hit.snippet) == (0, None)
+
+
 REFUSALS = [
     ({"questions": ["x", " "]}, 422, "empty_question", "questions.1", "the question is empty"),
     ({"questions": ["x", "x", "x"]}, 422, "too_many_questions", "questions", "3 questions in one request"),

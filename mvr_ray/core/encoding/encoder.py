@@ -316,11 +316,11 @@ class DualEncoder(StoredModel):
 
     def view_spans(self, passage: Passage, max_tokens: int = 0) -> list[Span | None]:
         """Find the character span of each view's snippet, up to the last token that is read: `TITLE` where it is the
-        title, None where the view is missing, has no snippet, or reads the whole passage. `max_tokens` as in
-        `tokenize_passages`."""
+        title, with `empty_snippets: kept` also an empty one, None where the view is missing, has no snippet, or reads
+        the whole passage. `max_tokens` as in `tokenize_passages`."""
         spans: list[Span | None] = [None] * self.num_views
         [text] = self._passage_texts([passage])
-        if self.spec.title_view and text.title:
+        if self.spec.title_view and (text.title or self.spec.empty_snippets == "kept"):
             spans[0] = TITLE
         spec = self._with_limit(max_tokens)
         for view, span in enumerate(self.layout.spans_read(spec, text), spec.first_text_view):
