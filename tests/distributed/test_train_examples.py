@@ -271,9 +271,13 @@ def test_a_dev_question_is_answered_by_any_of_its_own_passages(corpus, ids, loop
     assert loop.measure(training) == (pytest.approx(2 / 3),)
 
 
-def test_fewer_examples_than_a_batch_are_refused(corpus):
-    with pytest.raises(ConfigError, match="batch_questions is 32, but there are only 12 passages"):
+def test_fewer_examples_than_a_batch_are_refused(corpus, ids):
+    """With a single one no batch is small enough."""
+    with pytest.raises(ConfigError, match=r"batch_questions is 32, but there are only 12 passages of .*; lower it"):
         open_examples(corpus, Splitter(), TrainConfig())
+    write_questions(corpus, "one", [Question("1", "?", (), (ids[0],))])
+    with pytest.raises(ConfigError, match="only 1 usable questions of 'one'; a batch takes 2 at least: give more"):
+        open_examples(corpus, Splitter(), TrainConfig(questions="one", batch_questions=2))
 
 
 def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_order(corpus, ids):

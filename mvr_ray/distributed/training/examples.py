@@ -166,8 +166,9 @@ def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
 
 def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
     if len(examples) < cfg.batch_questions:
+        advice = "lower it" if len(examples) > 1 else "a batch takes 2 at least: give more"
         raise ConfigError(
-            f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} {what}; lower it"
+            f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} {what}; {advice}"
         )
     return examples
 
