@@ -154,16 +154,15 @@ def read(
 def stored_articles(run: RunConfig, results: Sequence[RankedQuestion]) -> dict[str, str]:
     """Map question ids of a ranking to articles: those of the questions of the corpus's sets that have their texts, as
     a ranking names no gold passages."""
-    texts = {row.question.text for row in results}
+    texts = {row.question.id: row.question.text.strip() for row in results}  # as stored ones are
     try:
         corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
         stored_questions = [one for name in question_sets(corpus) for one in read_questions(corpus, name)]
     except (MissingInputError, StorageError) as error:
         log.warning("intervals take every question as independent: %s", error)
         return {}
-    by_text = {question.text: question for question in stored_questions if question.text in texts}
-    rows = [row.question for row in results if row.question.text in by_text]
-    return articles_of([by_text[row.text]._replace(id=row.id) for row in rows], corpus)
+    by_text = {question.text: question for question in stored_questions}
+    return articles_of([by_text[text]._replace(id=i) for i, text in texts.items() if text in by_text], corpus)
 
 
 def predictions(

@@ -75,7 +75,7 @@ def test_questions_of_a_ranking_are_of_the_articles_of_the_stored_ones(corpus_st
     """A ranking names no gold passage, and DPR's has no ids either."""
     passages = only_corpus(Store(str(corpus_store)))
     questions = read_questions(passages, "dev")
-    ranking = [RankedQuestion(Question(f"row-{at}", one.text), []) for at, one in enumerate(questions)]
+    ranking = [RankedQuestion(Question(f"row-{at}", f" {one.text}\n"), []) for at, one in enumerate(questions)]
     articles = stored_articles(run_over(corpus_store), [*ranking, RankedQuestion(Question("x", "Another one?"), [])])
     golds = [question.positive_ids[0] for question in questions]
     assert articles == {f"row-{at}": passages.get([gold])[gold].title for at, gold in enumerate(golds)}
