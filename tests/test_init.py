@@ -115,11 +115,11 @@ def test_ids_stay_where_few_repeat_and_a_repeat_is_named(tmp_path: Path) -> None
 
 
 def test_a_text_inside_an_object_is_named_by_its_path(initialize, tmp_path: Path) -> None:
-    rows = [{"id": f"p{n}", "content": {"body": f"A text of row {n}."}} for n in range(3)]
+    rows = [{"id": f"p{n}", "content": {"key": "k", "of": {"body": f"A text of row {n}."}}} for n in range(3)]
     (tmp_path / "nested.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run, _, report = initialize("nested.jsonl")
     [source] = run.prepare.sources
-    assert source.fields.model_dump(exclude_unset=True) == {"text": "content.body"}
+    assert source.fields.model_dump(exclude_unset=True) == {"text": "content.of.body"}
     assert report.passages_written == 3
 
 
@@ -399,6 +399,11 @@ def test_packaged_summaries_are_recognized(initialize) -> None:
             "mvr-ray: semicolons.csv: its columns are separated by semicolons; save it with commas, or as .tsv\n",
         ),
         ('{"question": "Who?"}\n', "asked.jsonl", "mvr-ray: init: no passage among the first 500 rows: asked.jsonl"),
+        (
+            "",
+            "a.jsonl.zst",
+            "mvr-ray: the format of source a.jsonl.zst cannot be detected from the name 'a.jsonl.zst'; unpack it first",
+        ),
         ("%PDF-1.4", "a.pdf", "mvr-ray: the format of source a.pdf cannot be detected from the name 'a.pdf'"),
         (
             "not json\n",
@@ -420,17 +425,22 @@ def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("*.yaml"))
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.csv", "id,text\na,A text.\n"), ("a.json", "[]")])
 def test_a_folder_of_several_formats_is_refused_and_its_files_one_by_one_are_not(
-    initialize, tmp_path: Path, capsys
+    initialize, tmp_path: Path, capsys, name: str, content: str
 ) -> None:
-    (tmp_path / "mix").mkdir()
-    (tmp_path / "mix" / "a.csv").write_text("id,text\na,A text.\n")
-    (tmp_path / "mix" / "b.jsonl").write_text('{"id": "b", "text": "B text."}\n')
+    (tmp_path / "my mix").mkdir()
+    (tmp_path / "my mix" / name).write_text(content)
+    (tmp_path / "my mix" / "b.jsonl").write_text('{"id": "b", "text": "B text."}\n')
     with pytest.raises(SystemExit) as end:
-        main(["init", "mix"])
-    message = "mvr-ray: init: folder mix holds files of several formats (a.csv, b.jsonl); name its files one by one, "
-    assert (end.value.code, capsys.readouterr().err) == (1, f"{message}as in mvr-ray init mix/a.csv mix/b.jsonl\n")
-    assert initialize("mix/a.csv", "mix/b.jsonl")[2].passages_written == 2
+        main(["init", "my mix"])
+    message = (
+        f"mvr-ray: init: folder my mix holds files of several formats ({name}, b.jsonl); name its files one by one"
+    )
+    example = f"as in mvr-ray init 'my mix/{name}' 'my mix/b.jsonl'\n"
+    assert (end.value.code, capsys.readouterr().err) == (1, f"{message}, {example}")
+    if name == "a.csv":
+        assert initialize("my mix/a.csv", "my mix/b.jsonl")[2].passages_written == 2
 
 
 @pytest.mark.parametrize("other", ["b.csv", "b.html"])

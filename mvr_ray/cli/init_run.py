@@ -7,6 +7,7 @@ how long passages are, and which further fields come with them.
 import json
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.fields import FieldReader, TextCell
 from mvr_ray.store.files import address_name
 from mvr_ray.store.formats.huggingface import dataset_rows
+from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files, source_path
@@ -135,7 +137,7 @@ def sample_source(path: str) -> SourceSample:
     split = source.split if path.startswith("hf:") else None
     files = source_files(source)
     kind = format_of(source)
-    if kind in ("csv", "tsv", "jsonl", "parquet", "text"):
+    if kind not in (*JUDGED_FOLDERS, "huggingface"):  # which are folders of several
         _require_one_kind(path, files)
     if kind in ("dpr_tsv", "msmarco", "triples") and files[0].is_file():
         columns = [name.lower() for name in first_cells(files[0])]
@@ -188,7 +190,7 @@ def _require_one_kind(path: str, files: Sequence[Path]) -> None:
     if len(firsts) > 1:
         raise DataError(
             f"init: folder {path} holds files of several formats ({', '.join(firsts.values())}); name its files one by "
-            f"one, as in mvr-ray init {' '.join(f'{path}/{name}' for name in firsts.values())}"
+            f"one, as in mvr-ray init {shlex.join(f'{path}/{name}' for name in firsts.values())}"
         )
 
 
@@ -219,9 +221,7 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     if match["text"] is None and match["question"] is None:
         lengths: Counter[str] = Counter()
         for row in rows:
-            objects = {key: value for key, value in row.items() if isinstance(value, dict)}
-            parts_of = {f"{key}.{name}": part for key, value in objects.items() for name, part in value.items()}
-            for column, value in {**row, **parts_of}.items():
+            for column, value in _values(row):
                 lengths[column] += len(value) if isinstance(value, str) and column not in match.values() else 0
         longest = max(lengths, key=lambda column: lengths[column], default=None)
         match["text"] = longest if longest and lengths[longest] else None
@@ -236,6 +236,15 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     if needs_numbers:
         names["id"] = None
     return names
+
+
+def _values(row: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a row and of the objects in it, under the names that `fields` takes."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:

@@ -69,6 +69,7 @@ LINE_KEYS = ("id", "_id", "text", "contents", "question")
 DATA_ENDS = (".parquet", ".tsv", ".csv", ".jsonl", ".ndjson", ".json")
 DOCUMENT_ENDS = (".pdf", ".docx", ".doc", ".pptx", ".odt", ".rtf", ".epub", ".html", ".htm", ".rst", ".tex")
 IMAGE_ENDS = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".ico")
+COMPRESSED_ENDS = (".zst", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
 HOW_TO_CONVERT = "convert documents to .txt or .md first (pandoc, pdftotext)"
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
@@ -265,10 +266,13 @@ def _detect_format(file: Path, source: SourceConfig, has_names: bool = False) ->
         return "mediawiki"
     if _is_text(file):
         return "text"
-    formats = f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
+    cure = f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
+    if stem.endswith(DOCUMENT_ENDS):
+        cure = HOW_TO_CONVERT
+    elif stem.endswith(COMPRESSED_ENDS):
+        cure = "unpack it first, as only gzip and bzip2 are read"
     raise DataError(
-        f"the format of source {address_name(source.path)} cannot be detected from the name {file.name!r}; "
-        f"{HOW_TO_CONVERT if stem.endswith(DOCUMENT_ENDS) else formats}"
+        f"the format of source {address_name(source.path)} cannot be detected from the name {file.name!r}; {cure}"
     )
 
 
