@@ -378,7 +378,8 @@ def test_a_flipped_byte_in_a_manifest_is_found(command: RunCommand, config: str,
     file = tmp_path / "store" / paths.manifest("index", 1)
     digest = json.loads(file.read_text())["digest"]
     file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
-    message = f"{file} is damaged: its digest is not {digest}; publish again or roll back"
+    cure = "copy the file back, or roll back: mvr-ray versions CONFIG rollback N"
+    message = f"{file} is damaged: its digest is not {digest}; {cure}"
     status, out, _ = command("versions", config, "verify", "--json")
     [problem] = json.loads(out)["problems"]
     assert (status, problem["path"], problem["reason"]) == (
@@ -387,6 +388,7 @@ def test_a_flipped_byte_in_a_manifest_is_found(command: RunCommand, config: str,
         f"cannot be read ({message})",
     )
     assert command("search", config, "which river?") == (1, "", f"mvr-ray: {message}")
+    assert command("index", config) == (1, "", f"mvr-ray: {message}")  # which publishes nothing beside it
 
 
 def test_a_question_of_ten_thousand_words_is_answered(command: RunCommand, config: str) -> None:

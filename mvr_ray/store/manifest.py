@@ -36,6 +36,7 @@ NEWEST_FORMAT = 3
 """3: several files of changes for words; 2: for a shard. Earlier programs, which read one, refuse these formats."""
 DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
+_DAMAGE_CURE = f"copy the file back, or {_ROLL_BACK}"
 ROLLBACK = "rollback"
 """The operation of a version that has an earlier one's content."""
 REPLACED = "replaced_publication"
@@ -196,14 +197,14 @@ class Manifest:
             fields = json.loads(data)
             format_version, digest = fields["format_version"], fields.pop("digest", None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
+            raise ManifestError(f"{where} is not a manifest ({error}); {_DAMAGE_CURE}") from error
         if format_version not in range(FORMAT_VERSION, NEWEST_FORMAT + 1):
             raise ManifestError(
                 f"{where} has format version {format_version}, this program reads {FORMAT_VERSION} to "
                 f"{NEWEST_FORMAT}; use the program that wrote it, or {_ROLL_BACK}"
             )
         if digest_of(fields) != digest:
-            raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
+            raise DigestError(f"{where} is damaged: its digest is not {digest}; {_DAMAGE_CURE}")
         try:
             return cls(**fields)
         except ValidationError as error:
