@@ -98,7 +98,7 @@ def test_a_name_longer_than_the_file_system_has_is_refused(
         ("init VAULT", (1, "VAULT: permission denied; check the permissions of it and of the folders above")),
         (
             "plan FOLDER/run.yaml encoder.backbone=VAULT/x --passages 9",
-            (1, "VAULT/x/config.json: permission denied; check the permissions of it and of the folders above"),
+            (1, "VAULT/x/modules.json: permission denied; check the permissions of it and of the folders above"),
         ),
     ],
 )
