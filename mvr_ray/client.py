@@ -24,6 +24,7 @@ import inspect
 import os
 import random
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
@@ -140,6 +141,9 @@ class HttpTransport:
 
     def __init__(self, address: str, token: str | None) -> None:
         """Check the address and the token. Raises ConfigError for an invalid one."""
+        if isinstance(address, str) and "@" in address.partition("//")[2].partition("/")[0]:
+            message = "the address has a user or a password before its host, which is not shown here; leave both out, "
+            raise ConfigError(message + "and give the server's token as token=...")
         if not _is_address(address):
             raise ConfigError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
@@ -192,9 +196,15 @@ class HttpTransport:
             except TimeoutError:
                 break
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                message = f"{self.address} was not reached ({str(error) or type(error).__name__})"
-                last = UnreachableError(0, "unreachable", "", message, "see whether the server runs at this address")
-                again = isinstance(error, httpx2.ConnectError) or (request.repeatable and isinstance(error, _BROKEN))
+                broke = isinstance(error, _BROKEN) and not isinstance(error, httpx2.ConnectError)
+                why, hint = str(error) or type(error).__name__, "see whether the server runs at this address"
+                message = f"{self.address} was not reached ({why})"
+                if broke:
+                    message = f"the connection to {self.address} broke before the answer ({why})"
+                if broke and not request.repeatable:
+                    hint = "it may have been done: see versions() before you ask again"
+                last = UnreachableError(0, "unreachable", "", message, hint)
+                again = isinstance(error, httpx2.ConnectError) or (request.repeatable and broke)
             pause_s = next_pause_s(tries, retry_after, random.random())
             if not again or pause_s >= deadline.left_s:
                 raise last
@@ -475,7 +485,7 @@ class AsyncClient(_Endpoints):
 
 class Client(_Endpoints):
     """A blocking client. It works beside a running event loop, as in a notebook: it has a loop of its own, on a
-    thread."""
+    thread, which ends with `close`, or when the client is dropped."""
 
     def _open(self, transport: Transport, timeout_s: float, is_closed: bool = False) -> None:
         super()._open(transport, timeout_s, is_closed)
@@ -487,8 +497,10 @@ class Client(_Endpoints):
         if self._is_closed:
             return
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="mvr_ray client", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, _end_dropped, self._loop, self._transport, self._pid)
+        self._end.atexit = False  # type: ignore[missing-attribute]  # a slot that type stubs lack
 
     def _restart_after_fork(self) -> None:
         """Start a loop in a process that was forked, which has no threads of its parent."""
@@ -528,15 +540,37 @@ class Client(_Endpoints):
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
+            self._end.detach()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then close it."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _end_dropped(loop: asyncio.AbstractEventLoop, transport: Transport, pid: int) -> None:
+    """End the connections and the loop of a client that was dropped without `close`. Waits for nothing, since objects
+    are collected in any thread, the loop's own too; a process that was forked has no such loop."""
+
+    async def end() -> None:
+        try:
+            await transport.close()
+        finally:
+            loop.stop()
+
+    if pid == os.getpid():
+        asyncio.run_coroutine_threadsafe(end(), loop)
 
 
 def _is_address(address: object) -> bool:

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -390,7 +391,8 @@ def test_a_request_whose_connection_breaks_is_sent_again_unless_it_is_a_rollback
         assert client.search(["nile"]).version == 3
         assert len(server.requests) == 2
     with closing(ScriptedServer([(0, {}, b""), (200, {}, ROLLED)])) as server, Client(server.address) as client:
-        with pytest.raises(UnreachableError):
+        text = r"the connection to http://.* broke before the answer .*; it may have been done: see versions\(\)"
+        with pytest.raises(UnreachableError, match=text):
             client.rollback(1)
         assert len(server.requests) == 1
 
@@ -448,6 +450,18 @@ def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(service, a
 
     for async_client in (AsyncClient(address, token=ADMIN), AsyncClient.over(service)):
         asyncio.run(close_twice(async_client))
+
+
+def test_a_client_that_is_dropped_ends_its_thread_and_its_connections(address) -> None:
+    inside = SearchService(InMemoryIndex(), ServeConfig())
+    for make in (lambda: Client(address, token=READ), lambda: Client.over(inside)):
+        client = make()
+        client.search(["nile"])
+        thread, loop = client._thread, client._loop
+        del client
+        gc.collect()
+        thread.join(60)
+        assert not thread.is_alive() and loop.is_closed()
 
 
 def test_closing_ends_the_calls_of_other_threads(monkeypatch) -> None:
@@ -575,6 +589,10 @@ def test_what_is_no_address_is_refused() -> None:
     for wrong in (*ports, "ftp://x", "", 8000, None, "http://[::1", "http://h/?key=1", "http://h#search"):
         with pytest.raises(ConfigError, match="no address of a server"):
             Client(wrong)
+    for wrong in ("http://user:secret@127.0.0.1", "https://secret@host:99999/path", "http://:se#cret@h"):
+        with pytest.raises(ConfigError, match="give the server's token as token=") as refusal:
+            Client(wrong, token=READ)
+        assert not re.search("se#?cret", str(refusal.value))
 
 
 @pytest.mark.parametrize("run", ["run.yaml", SimpleNamespace(search=lambda: None)])
