@@ -210,14 +210,14 @@ class SearchService:
 
     def _follow_to(self, number: int, what: str, deadline: Deadline) -> None:
         """Move to the newest version. Raises RequestError (503) if an older one than `number`, which `what` names,
-        still answers then."""
+        still answers then, or if that one could not be opened, as where the manifest of a newer one was deleted."""
         why, hint, retry_s = "", "see `mvr-ray versions CONFIG verify`", None
         try:
             self.router.follow(deadline)
         except OverloadedError as error:
             why, hint, retry_s = str(error), f"ask again: POST /v1/versions/{number}/promote", error.retry_after_s
         serving = self.current_version().version
-        if serving < number:
+        if serving < number or self.router.state.failed_version == number:
             why = why or self.router.state.failure or "the server was started with a fixed version"
             message = f"{what} could not be opened beside version {serving}, which stays in use: {why}"
             raise RequestError(503, "not_opened", "n", message, hint, retry_after_s=retry_s)

@@ -490,6 +490,20 @@ def test_a_published_version_is_answered_from_as_its_source_is(elsewhere, tmp_pa
     assert [hit.id for hit in after.results[0]] == [hit.id for hit in before.results[0]]
 
 
+def test_an_older_version_is_not_promoted_where_the_manifest_of_the_one_in_use_is_deleted(elsewhere, tmp_path) -> None:
+    build(tmp_path / "next", scale=2)
+    copy_files(tmp_path / "next", elsewhere.root)
+    assert elsewhere.post(elsewhere.payload).status == 200
+    run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
+    with Client.in_process(run) as client:
+        client.publish(as_sent(tmp_path / "next"), parent=1)
+        client.promote(2)
+        (elsewhere.root / paths.manifest("library", 2)).unlink()
+        with pytest.raises(UnavailableError, match="version 1 could not be opened beside version 2") as error:
+            client.promote(1)
+        assert (error.value.status, error.value.code) == (503, "not_opened")
+
+
 def test_a_version_without_words_is_not_promoted_where_searches_are_hybrid(elsewhere) -> None:
     assert elsewhere.post(elsewhere.payload).status == 200
     sections = {"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}, "search": {"hybrid": 2.0}}
