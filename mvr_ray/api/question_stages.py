@@ -113,8 +113,13 @@ def mine(run: RunConfig, questions: Any, progress: Progress, settings: Mapping[s
 def tune(run: RunConfig, questions: Any, progress: Progress) -> "TuneReport":
     """Choose the weight of a hybrid search, as `Index.tune` says."""
     from mvr_ray.distributed import evaluate as stage
+    from mvr_ray.distributed.retrieve import QuestionSet
 
-    return stage.tune(run, _set_of(run, questions, "tune"), progress)
+    corpus = _live_corpus(run)
+    own = _questions(corpus, questions)
+    if not isinstance(own, str):
+        own = QuestionSet("tune", _with_chunks(run, corpus, own, "tune"))
+    return stage.tune(run, own, progress)
 
 
 def evaluate(

@@ -474,8 +474,9 @@ def judge_hits(
     return results
 
 
-def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
-    """Measure each weight on the questions of a stored set with gold passages that `evaluate.questions` lacks.
+def tune(run: RunConfig, questions: str | QuestionSet, progress: Progress = no_progress) -> TuneReport:
+    """Measure each weight on the questions with gold passages that `evaluate.questions` lacks, of a stored set or given
+    ones.
 
     Raises ConfigError for a set without any or a filter that does not fit, MissingInputError, CoverageError,
     ShardIndexError for a version without words.
@@ -493,8 +494,8 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
         rows = try_weights(run, router, query_set, ranking_filter, result_store, weights, progress)
     weight = best_weight(rows).weight
     setting = f"search.hybrid={'null' if weight is None else weight if isinstance(weight, str) else f'{weight:g}'}"
-    log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, questions, setting)
-    return TuneReport(base.index, base.version, questions, len(query_set.questions), setting, rows)
+    log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, query_set.name, setting)
+    return TuneReport(base.index, base.version, query_set.name, len(query_set.questions), setting, rows)
 
 
 def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
@@ -504,12 +505,16 @@ def trained_texts(run: RunConfig, corpus: Corpus) -> set[str]:
 
 
 def unreported_questions(
-    corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str, training_texts: Collection[str] = ()
+    corpus: Corpus,
+    own: str | QuestionSet,
+    reports: Sequence[QuestionSet],
+    setting: str,
+    training_texts: Collection[str] = (),
 ) -> QuestionSet:
-    """Return the questions of a stored set that name gold passages, without those whose text is one of `reports`: a
-    weight that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all.
-    Without those of `training_texts`, too, as dense search ranks them better than others: if only such are left, they
-    stay, and a warning says so.
+    """Return the questions that name gold passages, of a stored set or given ones, without those whose text is one of
+    `reports`: a weight that is chosen on a question is not to be measured by it. Large sets share a few texts, copies
+    share all. Without those of `training_texts`, too, as dense search ranks them better than others: if only such are
+    left, they stay, and a warning says so.
 
     Raises ConfigError, which names the setting, if there are none, else as `require_gold_passages`.
     """
@@ -518,7 +523,8 @@ def unreported_questions(
     def others_of(questions: Sequence[Question]) -> list[Question]:
         return [question for question in questions if question.positive_ids and question.text not in reported_texts]
 
-    questions = [question for question in read_questions(corpus, name) if question.positive_ids]
+    name, all_questions = (own, read_questions(corpus, own)) if isinstance(own, str) else own
+    questions = [question for question in all_questions if question.positive_ids]
     if not questions:
         raise ConfigError(
             f"{setting}: question set {name!r} names no gold passages; name a set that does, or rank without a weight: "

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
+from functools import partial
 from html import unescape
 from io import StringIO
 from itertools import islice
@@ -64,13 +65,22 @@ from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.result_store import ResultStore
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, MvrRayError, PublishConflictError
+from mvr_ray.errors import (
+    ConfigError,
+    DataError,
+    EncoderError,
+    MissingInputError,
+    MvrRayError,
+    PublishConflictError,
+    ShardIndexError,
+)
 from mvr_ray.explanation import render_html
 from mvr_ray.serving.schemas import SearchResponse
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
+from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import PARQUET_SCHEMA
 from mvr_ray.store.formats.records import BadRow, PassageRecord
@@ -702,7 +712,8 @@ def test_a_version_that_was_collected_is_named_by_an_index_that_has_it_open(inde
             index.upsert([{**row, "text": f"A tower of {number} stones."} for row in ROWS])
         with Index.open(index.run.store.path, settings={"index": {"keep_versions": 1, "grace_s": 0}}) as own:
             own.collect()
-        for call in (earlier.scan, lambda: earlier.search("tower", filter={"year": 1901})):
+        filtered_search = partial(earlier.search, "tower", filter={"year": 1901})
+        for call in (earlier.scan, filtered_search, lambda: list(earlier.vectors())):
             with pytest.raises(MvrRayError, match="open the index again"):
                 call()
         earlier.close()
@@ -1758,6 +1769,24 @@ def test_questions_given_to_an_evaluation_are_no_set_of_the_store(index: Index):
     assert index.evaluate(other, k=20).rows[0].n == 2
     assert question_sets(only_corpus(Store(index.run.store.path))) == before
     assert index.evaluate("evaluate", k=20).rows == alone.rows
+    with pytest.raises(ConfigError, match="tune: question set 'tune' names no gold passages"):
+        index.tune(own)
+    with pytest.raises(ShardIndexError, match="no words"):
+        index.tune([{"question": "Who built it?", "positive_ids": ["p1"]}])
+    assert question_sets(only_corpus(Store(index.run.store.path))) == before
+
+
+def test_a_value_under_a_name_with_a_meaning_is_left_out_with_a_warning(caplog):
+    rows = [{"text": "A tower.", "question": "q", "delete": True, "and": 1}, {"text": "b", "delete": False}]
+    records = [one for one in passage_records(rows) if isinstance(one, PassageRecord)]
+    reader = FieldReader("infer")
+    assert [reader.read(record.extras) for record in records] == [(), ()]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [re.findall("'([a-z]+)' cannot name a field", text) for text in warnings] == [
+        ["question"],
+        ["delete"],
+        ["and"],
+    ]
 
 
 def test_questions_given_to_a_refinement_do_not_replace_others(index: Index):

@@ -23,7 +23,7 @@ from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.distributed.cluster.periodic import run_periodically
 from mvr_ray.distributed.cluster.session import Need
-from mvr_ray.errors import ConfigError, DigestError, FormatError, MissingInputError
+from mvr_ray.errors import ConfigError, DigestError, FormatError, MissingInputError, StorageError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.flat import shared_codes
@@ -230,9 +230,16 @@ def embeddings_alone(entry: ShardEntry) -> ShardEntry:
 
 def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
     """Yield the stored views of all passages of a version, shard by shard; one shard is open at a time. Raises as
-    `shard_embeddings`."""
+    `shard_embeddings`, and StorageError if the version has been deleted."""
     for entry in version.shards:
-        yield from shard_embeddings(store, version.index, entry).iter_blocks()
+        try:
+            shard = shard_embeddings(store, version.index, entry)
+        except DigestError:
+            if store.exists(paths.manifest(version.index, version.version)):
+                raise
+            what = f"index {version.index!r} version {version.version} was collected, and its files with it"
+            raise StorageError(f"{what}; open the index again") from None
+        yield from shard.iter_blocks()
 
 
 def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> Iterator[EmbeddingBlock]:

@@ -38,7 +38,9 @@ from mvr_ray.types import Passage, Progress, no_progress
 
 PARQUET_ROWS = 1024
 REPORT_EVERY = 5000
-_OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
+_OF_OTHERS = ("question", "delete")
+"""Keys of questions and of deletions, which a passage may have without a meaning."""
+_OWN_KEYS = {"id", "_id", "title", "text", "contents", *_OF_OTHERS}
 Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
 
@@ -221,7 +223,7 @@ def _plain(values: Any) -> Any:
 def passage_of(row: dict[str, Any], where: str) -> Record:
     """Read a row as a passage, or return a bad row. `where` names the row."""
     text = row["text"] if row.get("text") is not None else row.get("contents")
-    extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    extras = {key: value for key, value in row.items() if key not in _OWN_KEYS or (key in _OF_OTHERS and value)}
     return passage_record(id_of(row), row.get("title"), text, where, extras=extras)
 
 
