@@ -125,7 +125,8 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
     A missing encoder or corpus is a problem of the version, which could not answer queries.
     """
     num_files, num_bytes, problems = manifest.verify(store, version)
-    problems, cure = [*problems, *encoder_damage(store, version)], CORPUS_CURE
+    own_problems = [one._replace(cure=f"{one.cure} {version.version}") for one in problems]
+    problems, cure = [*own_problems, *encoder_damage(store, version)], CORPUS_CURE
     try:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:

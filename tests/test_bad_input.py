@@ -336,7 +336,7 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(
     assert (status, message) == (
         1,
         f"mvr-ray: 1 problem in 4 files; first: {name} of shard 1 has another sha256 than {sha256}; next: "
-        f"mvr-ray versions CONFIG repair",
+        f"mvr-ray versions CONFIG repair 1",
     )
 
 

@@ -144,6 +144,7 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     ("words", "message"),
     [
         (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000000 passages"),
+        (("a.b=c is what?", "-k", "0"), "k is 0; ask for 1 to 1000000 passages"),
         (
             ("serve.max_k=1",),
             "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it",
@@ -181,6 +182,8 @@ def test_limits_of_the_server_do_not_apply_to_a_search_on_the_command_line(comma
 def test_a_wrong_override_before_a_question_is_refused_by_name(command, run_file: str, name: str) -> None:
     message = "override 'indx.kind=flat': indx: unknown key; did you mean 'index'?"
     assert command(name, run_file, "indx.kind=flat", "who?") == (2, "", f"mvr-ray: {message}\n")
+    wrong = "serve.maxk={a: 1, b: 2}"
+    assert command(name, run_file, wrong, "who?")[2].startswith(f"mvr-ray: override {wrong!r}: serve.maxk: unknown key")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,14 @@ def arguments_and_overrides(
 def question_and_overrides(command: str, words: Sequence[str], *, show_only: bool) -> tuple[str, list[str]]:
     """Separate the one question, which may hold any character, from the words that override a value of the run file.
     `show_only` requires no question."""
-    overrides = [word for word in words if re.match(r"\w+\.[\w.]*=", word)]
+    from mvr_ray.config import RunConfig
+
+    def is_override(word: str) -> bool:
+        """Return whether a word begins as one; a value of several words needs the name of a section before it."""
+        start = re.match(r"(\w+)\.[\w.]*=", word)
+        return start is not None and (start[1] in RunConfig.model_fields or len(word.split()) == 1)
+
+    overrides = [word for word in words if is_override(word)]
     questions = [word for word in words if word not in overrides]
     if len(questions) > 1 or not (questions or show_only):
         texts = f": {', '.join(map(repr, questions))}" if questions else ""

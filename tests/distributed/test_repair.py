@@ -325,6 +325,17 @@ def test_the_command_names_repairs_and_verifies(
     assert status == 1 and "mvr-ray index CONFIG" in text
 
 
+def test_verify_names_the_repair_of_the_version_that_it_read(tmp_path: Path):
+    version = publish_random_index(tmp_path, random_views(30, 3), 2)
+    store = Store(str(tmp_path))
+    store.create_once(paths.manifest("random", 2), b"damage")
+    flip_byte(folder_of(tmp_path, version, 1) / paths.EMBEDDINGS)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
+    first = act(run, "verify", None).problems[0]
+    assert (first.shard, first.cure) == (1, "mvr-ray versions CONFIG repair 1")
+    assert [one.state for one in act(run, "repair", 1).repairs] == ["lost"]
+
+
 @pytest.mark.chaos("manifest of a newer format", "refused by name; rolling back past it works")
 def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path, record_property):
     version = publish_random_index(tmp_path, random_views(30, 3), 2)

@@ -175,7 +175,7 @@ def test_doctor_finds_what_the_package_needs():
 
 
 @pytest.mark.parametrize("error", [ImportError("no"), OSError("no libcudart"), ValueError("numpy.dtype size changed")])
-@pytest.mark.parametrize("name", ["hnswlib", "torch"])
+@pytest.mark.parametrize("name", ["hnswlib", "ray", "torch"])
 def test_doctor_names_a_library_that_is_broken_in_whatever_way(monkeypatch, name, error):
     load = importlib.import_module
 

@@ -535,18 +535,23 @@ def doctor(resources: ResourcesConfig | None = None, precision: str = "auto") ->
     """
     resources = resources or ResourcesConfig()
     address = cluster_address(resources)
+    try:
+        of_ray = [_check_ray()]
+    except _IMPORT_ERRORS as error:
+        of_ray, address = [Check("ray", False, f"cannot be imported: {error}")], None
     of_cluster = [*_check_working_folder(Path.cwd()), _check_cluster(address)] if address else []
-    return [*_check_software(precision), *_check_machine(resources, address), *of_cluster]
+    return [*of_ray, *_check_software(precision), *_check_machine(resources, address), *of_cluster]
+
+
+def _check_ray() -> Check:
+    version = str(importlib.import_module("ray").__version__)
+    from mvr_ray.distributed.cluster.ray_internals import READ_FROM
+
+    return Check("ray", version.startswith(READ_FROM), f"{version}; mvr_ray is tested with {READ_FROM}*")
 
 
 def _check_software(precision: str) -> Iterator[Check]:
-    import ray
-
-    from mvr_ray.distributed.cluster.ray_internals import READ_FROM
-
     yield Check("python", True, platform.python_version())
-    is_tested = ray.__version__.startswith(READ_FROM)
-    yield Check("ray", is_tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
     for name in _LIBRARIES:
         try:
             version = str(getattr(importlib.import_module(name), "__version__", "installed"))
