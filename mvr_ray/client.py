@@ -209,8 +209,8 @@ class HttpTransport:
             if not again or pause_s >= deadline.left_s:
                 raise last
             await asyncio.sleep(pause_s)
-        before = f"; before that: {last.message}" if last else ""
-        message = f"{self.address} gave no answer within {deadline.timeout_s:g} s in {tries} tries{before}"
+        before, noun = f"; before that: {last.message}" if last else "", "try" if tries == 1 else "tries"
+        message = f"{self.address} gave no answer within {deadline.timeout_s:g} s in {tries} {noun}{before}"
         raise UnreachableError(0, "timeout", "", message, "allow more time (timeout_s), or see GET /readyz")
 
     async def close(self) -> None:

@@ -328,6 +328,8 @@ def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
                 f"{next(iter(relevant))!r}; the ranking's first: {first!r}); give --qrels the judgements of its "
                 f"question set"
             )
+        for row in row_of.values():
+            row.require_distinct(path)
         rows = [row_of.get(name, QuestionHits(name, None, [])) for name in relevant]
         flags = [[name in relevant[str(row.id)] for name, _ in row.hits] for row in rows]
     else:

@@ -257,6 +257,10 @@ def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path, cap
     row, _ = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
     assert (row.first, row.second, row.questions) == (50, 50, 2)
     assert caplog.messages[0] == "questions left out whose judged passages are all irrelevant (trec_eval: 0): 2"
+    lines = (tmp_path / "a.trec").read_text().splitlines()
+    (tmp_path / "b.trec").write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(DataError, match=r"question 'q0' ranks passage '.*' twice; keep the better rank"):
+        compare(tmp_path / "a.trec", tmp_path / "b.trec", [1], qrels=qrels)
 
 
 def test_gold_passages_of_a_question_file_count_as_judgements_do(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def draw(summary: Summary) -> str:
         ),
         (
             "retrieve",
+            RETRIEVED | {"k": 1},
+            "retrieved: 20 questions, up to 1 passage each, from version 4 of index wiki\n  my dev.json (dpr)",
+            "read",
+        ),
+        (
+            "retrieve",
             RETRIEVED | {"system": HYBRID},
             "retrieved: 20 questions, up to 100 passages each, from version 4 of index wiki\n"
             f"  ranked by {HYBRID}\n  my dev.json (dpr)",

@@ -239,14 +239,14 @@ class Index:
         """
         is_single = isinstance(questions, str)
         texts = [questions] if is_single else searching.questions_of(questions)
-        ids = [str(one) for one in rows.ids_of(passages)]
+        ids = rows.passage_ids(passages)
         return searching.explain(self.run, self._router, texts, ids, k, hybrid, version, is_single=is_single)
 
     def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
-        as in `build`."""
+        as in `build`. Raises DataError for what is no id."""
         with self._router.pin() as router:
-            return router.passages([str(one) for one in rows.ids_of(ids)])
+            return router.passages(rows.passage_ids(ids))
 
     def scan(self, filter: Mapping[str, Any] | None = None) -> Iterator[Passage]:
         """Yield the passages of the version that searches answer from, or those that pass a filter (docs/filters.md),

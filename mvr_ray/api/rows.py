@@ -144,6 +144,15 @@ def ids_of(ids: Any) -> Iterator[Any]:
     return iter([ids]) if is_id(ids) else rows_of(ids)
 
 
+def passage_ids(ids: Any) -> list[str]:
+    """Return one id, or those of an iterable or column, as texts. Raises DataError for what is no id."""
+    names = list(ids_of(ids))
+    for number, name in enumerate(names):
+        if not is_id(name):
+            raise DataError(f"item {number} is {name!r:.60}, no id; give texts and whole numbers, such as one column")
+    return [str(name) for name in names]
+
+
 def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
     """Make the record of a passage, or a bad row with the reason. `own_id` is the id of one without, if it may lack
     one."""

@@ -201,14 +201,16 @@ def _analyze(report: Report, words: str) -> Summary:
     ppl = report["ppl"]
     verdict = f"analyzed: {version_text(report)}, {count_noun(report['num_questions'], 'question')}"
     if ppl is not None:
-        verdict += f"\n  of {len(report['win_shares'])} views, {ppl:.2f} answer the questions of a passage (PPL)"
+        verdict += (
+            f"\n  of {count_noun(len(report['win_shares']), 'view')}, {ppl:.2f} answer the questions of a passage (PPL)"
+        )
     tables = [*_facts(facts), *_accuracy_tables(report["rows"], "view")]
     return Summary(tables, verdict, f'explain {words} "your question"')
 
 
 def _retrieve(report: Report, words: str) -> Summary:
     questions = count_noun(report["questions"], "question")
-    verdict = f"retrieved: {questions}, up to {report['k']} passages each, from {version_text(report)}"
+    verdict = f"retrieved: {questions}, up to {count_noun(report['k'], 'passage')} each, from {version_text(report)}"
     verdict += f"{_ranked_by(report, report.get('system'))}\n  {report['output']} ({report['format']})"
     command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
     return Summary([], verdict, command)

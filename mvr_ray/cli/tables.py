@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mvr_ray.errors import StorageError
+from mvr_ray.errors import StorageError, count_noun
 
 if TYPE_CHECKING:  # these modules take a second to import, and most commands need none
     from mvr_ray.capacity import Plan
@@ -131,8 +131,8 @@ def cell(value: Any) -> str:
 def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
     """Make a table of bytes by kind; `with_notes` adds a column on each number, which needs 130 characters."""
     title = (
-        f"{plan.passages:,} passages x {plan.num_views} views = {plan.vectors:,} vectors of {plan.dimension} "
-        f"in {plan.shards:,} shards"
+        f"{count_noun(plan.passages, 'passage')} x {count_noun(plan.num_views, 'view')} = "
+        f"{count_noun(plan.vectors, 'vector')} of {plan.dimension} in {count_noun(plan.shards, 'shard')}"
     )
     rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in plan.lines]
     for kind in ("disk", "memory", "gpu"):

@@ -27,7 +27,7 @@ from mvr_ray.cli.app import (
 from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides, require_writable
 from mvr_ray.cli.summaries import versions_tables
 from mvr_ray.cli.tables import print_json, print_result
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, count_noun
 
 if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
     from mvr_ray.config import RunConfig
@@ -158,7 +158,9 @@ def versions(
     if action in ("rollback", "repair", "collect") and not as_json:
         conclude(action, {**plain, "index": run.index.name}, (config, *overrides))
     if action == "verify" and not as_json:
-        print_result(f"whole: {result.num_files:,} files, {tables.size(result.num_bytes)}, each equal to its digest")
+        print_result(
+            f"whole: {count_noun(result.num_files, 'file')}, {tables.size(result.num_bytes)}, each equal to its digest"
+        )
 
 
 @command
@@ -206,7 +208,7 @@ def passages(
     """
     run, file = _run_and_output("passages", config, words, ".jsonl")
     condition = None if filter is None else json_object("passages: --filter", filter)
-    from mvr_ray.errors import FilterError, count_noun
+    from mvr_ray.errors import FilterError
     from mvr_ray.progress import Reporter
     from mvr_ray.store import manifest
     from mvr_ray.store.corpus import Corpus
@@ -255,7 +257,7 @@ def vectors(config: Config, words: OutputWords = None, version: Version = None, 
     if as_json:
         print_json({"vectors": num, "dimension": live.dimension, "version": live.version, "output": str(file)})
     else:
-        print_result(f"written: {file}, {num:,} vectors of {live.dimension} of version {live.version}")
+        print_result(f"written: {file}, {count_noun(num, 'vector')} of {live.dimension} of version {live.version}")
 
 
 def _run_and_output(command: str, config: str, words: Sequence[str] | None, ending: str) -> tuple["RunConfig", Path]:

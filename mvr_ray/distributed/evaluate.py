@@ -328,24 +328,22 @@ def _rank_by_file(
     file has no ids."""
     matcher = AnswerMatcher(run.evaluate.match)
     has_ids = all(row.id is not None for row in rows)
-    ids_of = {row.id if has_ids else row.text: [passage_id for passage_id, _ in row.hits] for row in rows}
+    row_of = {row.id if has_ids else row.text: row for row in rows}
     count, total = 0, sum(len(own.questions) for own in sets)
     for name, questions in sets:
         names = [question.id if has_ids else question.text for question in questions]
-        if num_missing := sum(one not in ids_of for one in names):
+        if num_missing := sum(one not in row_of for one in names):
             if num_missing == len(names):
                 raise DataError(
                     f"{ranking} ranks none of the {count_noun(len(names), 'question')} of set {name!r} (first: "
-                    f"{names[0]!r}; the ranking's first: {next(iter(ids_of))!r}); rank these questions, or name the "
+                    f"{names[0]!r}; the ranking's first: {next(iter(row_of))!r}); rank these questions, or name the "
                     f"set that it ranks by evaluate.questions"
                 )
             log.warning("questions not ranked, which count as misses: %d of %d set=%s", num_missing, len(names), name)
         for question, one in zip(questions, names):
-            ids = ids_of.get(one, [])
-            if len(ids) > len(set(ids)):
-                twice = next(passage_id for passage_id in ids if ids.count(passage_id) > 1)
-                raise DataError(f"{ranking}: question {one!r} ranks passage {twice!r} twice; keep the better rank")
-            hits = [Hit(passage_id, math.nan, -1, -1, -1) for passage_id in ids]
+            row = row_of.get(one, QuestionHits(None, None, []))
+            row.require_distinct(ranking)
+            hits = [Hit(passage_id, math.nan, -1, -1, -1) for passage_id, _ in row.hits]
             count += 1
             progress("questions", count, total)  # first, as the caller asks for no question beyond the last one
             yield from judge_hits([question], [hits], corpus, matcher)

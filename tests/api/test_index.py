@@ -899,6 +899,8 @@ WRONG_ARGUMENTS = {
     "k is no number": (lambda index: index.evaluate([("who?", "king 9")], k="one"), r"evaluate\.k"),
     "no k": (lambda index: index.evaluate(["who?"], k=[]), r"evaluate\.k: \[\] is not a list of at least 1"),
     "ids": (lambda index: index.passages(2.5), "float holds no rows"),
+    "numbers that are no ids": (lambda index: index.passages([1.0]), r"item 0 is 1\.0, no id; give texts and whole"),
+    "a frame of ids": (lambda index: index.passages(pandas.DataFrame({"id": ["p1"]})), r"item 0 is \{'id': 'p1'\}, no"),
     "ids to delete": (lambda index: index.delete(2.5), "float holds no rows"),
     "nothing to delete": (lambda index: index.delete(), "delete: neither ids nor a filter are given"),
     "judgements": (lambda index: index.add_feedback(5), "int holds no rows"),

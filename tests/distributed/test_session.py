@@ -134,7 +134,7 @@ def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_proces
         (cluster((4, 0)), [Need("searchers", 2, 1), Need("refiners", 2, 1)], "2 searchers x 1 CPU"),
         (cluster((8, 0)), [Need("trainers", 2, 1, gpus=1)], "2 GPUs asked for, the cluster has 0"),
         (cluster((4, 0), (4, 0)), [Need("trainers", 1, 6)], "1 trainers of 6 CPU"),
-        (cluster((8, 1), (8, 1)), [Need("trainers", 1, 1, gpus=2)], "2 nodes have room for 0"),
+        (cluster((8, 1), (8, 1)), [Need("trainers", 1, 1, gpus=2)], "there is room for 0 in 2 nodes"),
         (cluster((8, 1)), [Need("encoders", 6, 0.5, gpus=0.2)], "1.2 GPUs asked for, the cluster has 1"),
     ],
 )

@@ -501,7 +501,7 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
         if room < need.count:
             problems.append(
                 f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
-                f"but the {len(info.nodes)} nodes have room for {room}"
+                f"but there is room for {room} in {count_noun(len(info.nodes), 'node')}"
             )
     cpus = round(sum(need.count * need.cpus for need in needs), _RAY_DIGITS)
     gpus = round(sum(need.count * need.gpus for need in needs), _RAY_DIGITS)

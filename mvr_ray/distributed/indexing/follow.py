@@ -22,7 +22,7 @@ from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.job_metrics import with_metrics
 from mvr_ray.distributed.encoders import keep_external_encoder
 from mvr_ray.distributed.indexing import build_index
-from mvr_ray.errors import ConfigError, MvrRayError, NoTokensError
+from mvr_ray.errors import ConfigError, MvrRayError, NoTokensError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.change_files import (
     Backlog,
@@ -183,7 +183,7 @@ class Follower:
         if names := [file.name for file in files if not file.problem]:
             what = names[0] if len(names) == 1 else f"{len(names)} files up to {names[-1]}"
             self.say(
-                f"version {version.version}: {what}; {update.added} passages added, {update.replaced} "
+                f"version {version.version}: {what}; {count_noun(update.added, 'passage')} added, {update.replaced} "
                 f"replaced, {update.deleted} deleted; {version.metrics.get('encoded', 0):g} encoded; "
                 f"{seconds:.1f} s"
             )

@@ -24,6 +24,13 @@ class QuestionHits(NamedTuple):
     text: str | None
     hits: list[tuple[str, bool | None]]
 
+    def require_distinct(self, path: Path | str) -> None:
+        """Raise DataError if a passage stands twice among the hits."""
+        ids = [passage_id for passage_id, _ in self.hits]
+        if len(ids) > len(set(ids)):
+            twice, name = next(one for one in ids if ids.count(one) > 1), self.text if self.id is None else self.id
+            raise DataError(f"{path}: question {name!r} ranks passage {twice!r} twice; keep the better rank")
+
 
 def is_trec_run(name: str) -> bool:
     """Return whether a file of this name is read as a TREC run; an ending of compressed files does not count."""
