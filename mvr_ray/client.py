@@ -577,7 +577,7 @@ def _is_address(address: object) -> bool:
     """Return whether it is the URL of a server, with a host and, if any, a port that exists."""
     if not isinstance(address, str) or not address.lower().startswith(("http://", "https://")):
         return False
-    if {"?", "#"} & set(address):  # the paths of requests would not follow the address's own
+    if {"?", "#", " "} & set(address) or not address.isprintable():  # paths of requests would not follow its own path
         return False
     try:
         parts = urlsplit(address)

@@ -330,7 +330,7 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(
         1,
         "",
         f"mvr-ray: {file} of shard 1 is missing or damaged (its sha256 is not {sha256}); repair it: "
-        f"mvr-ray versions CONFIG repair",
+        f"mvr-ray versions CONFIG repair [VERSION]",
     )
     status, _, message = command("versions", config, "verify")
     assert (status, message) == (

@@ -320,7 +320,7 @@ def _require_whole(store: Store, local: Path, path: str, entry: FileEntry, of_sh
     if not store.is_whole(local, path, entry.num_bytes, entry.sha256):
         raise DigestError(
             f"{local}{of_shard} is missing or damaged (its sha256 is not {entry.sha256}); "
-            f"repair it: mvr-ray versions CONFIG repair"
+            f"repair it: mvr-ray versions CONFIG repair [VERSION]"
         )
     return local
 

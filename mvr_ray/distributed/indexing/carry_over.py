@@ -409,7 +409,8 @@ def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
     if source.is_refined:
         raise StorageError(
             f"what refinement changed in index {source.version.index!r} cannot be kept: {error}; repair it first "
-            f"(mvr-ray versions CONFIG repair), roll back, or index without it (index.keep_refinement=false)"
+            f"(mvr-ray versions CONFIG repair {source.version.version}), roll back, or index without it "
+            f"(index.keep_refinement=false)"
         ) from error
     log.warning("embeddings are not carried over: index=%s (%s)", source.version.index, error)
 
