@@ -54,6 +54,9 @@ class Index:
     Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; later searches answer from it.
     The first search opens the newest version. A version that another process, or another `Index`, publishes after that
     is searched and shown after `close`, or by another `Index.open`.
+
+    In a Ray session of yours, `close` an index that is searched on Ray before `ray.shutdown`: Ray ends the process if
+    threads of the index call it meanwhile. The next search opens the shards again, in the session of then.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -534,6 +537,7 @@ class Index:
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         with self._router_lock:
+            self._close_lost()
             if self._open_router is None:
                 resources = self.run.resources
                 is_remote = bool(cluster_address(resources)) or resources.gpus_per_searcher > 0
@@ -549,8 +553,15 @@ class Index:
     def _follow(self) -> None:
         """Switch an open router, and one that is being opened, to the newest version."""
         with self._router_lock:
+            self._close_lost()
             if self._open_router is not None:
                 self._open_router.move_to(None)
+
+    def _close_lost(self) -> None:
+        """Close a router whose searchers ended with the Ray session of their time, as by the caller's ray.shutdown."""
+        if self._open_router is not None and self._open_router.searchers.is_lost:
+            self._open_router = None
+            self._open.close()
 
     def _change(
         self, changes: Sequence[ChangeRecord] | Path, progress: Progress, vectors: str | None = None

@@ -405,9 +405,11 @@ def open_hot_swap_router(
             from mvr_ray.distributed.searching.node_placement import Rebalancer
 
             monitor = HealthMonitor(searchers.dispatcher, resources.hung_s)
-            stack.enter_context(run_every(probe_s, lambda: monitor.check(time.monotonic()), "mvr-health", join_s=None))
+            check = searchers.unless_lost(lambda: monitor.check(time.monotonic()))
+            stack.enter_context(run_every(probe_s, check, "mvr-health", join_s=None))
             rebalancer = Rebalancer(searchers, searcher_task(run, manifest, local=False), resources)
-            stack.enter_context(run_every(probe_s, session.using_ray()(rebalancer.rebalance), "mvr-rebalancer"))
+            rebalance = session.using_ray()(searchers.unless_lost(rebalancer.rebalance))
+            stack.enter_context(run_every(probe_s, rebalance, "mvr-rebalancer"))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:

@@ -346,6 +346,17 @@ def test_an_index_in_a_ray_session_of_others_is_searched_in_its_own_process(inde
     assert len(index.search("tower", 2)) == 2
 
 
+def test_an_index_whose_ray_session_other_code_has_ended_opens_its_shards_again(index: Index):
+    for change in (lambda: None, lambda: index.upsert([{"id": "p7", "text": "A tower of cork."}])):
+        index.search("tower", 2)
+        router = index._open_router
+        assert router is not None
+        router.searchers.is_lost = True
+        change()
+        assert len(index.search("tower", 2)) == 2
+        assert index._open_router is not router
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -1,9 +1,12 @@
 """Tests that a router switches versions under load: each answer is complete, from one version, and none fails."""
 
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -651,6 +654,50 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
         file.with_suffix(".whole").replace(file)
         live.ready()
         assert live_search(live, QUERIES_QD, K).exact.certified
+
+
+LEAVING = """
+import sys
+
+import numpy as np
+import ray
+
+from mvr_ray.config import load_run
+from mvr_ray.distributed.cluster.ray_internals import loopback_node
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import ResourceError
+
+def begin():
+    with loopback_node():
+        ray.init(log_to_driver=False, logging_level="ERROR")
+
+run, vector = load_run(sys.argv[1]), np.eye(1, int(sys.argv[2]), dtype=np.float32)
+begin()
+with open_router(run, local=False) as router:
+    print(len(router.search(vector, 1).hits))
+    for next_session in (lambda: None, begin):
+        ray.shutdown()
+        next_session()
+        try:
+            router.search(vector, 1)
+        except ResourceError as error:
+            print(ray.is_initialized(), error)
+print(ray.is_initialized())
+"""
+
+
+@pytest.mark.ray
+def test_searchers_that_end_with_a_session_of_other_code_are_an_error_and_no_other_cluster_starts(
+    tmp_path, run_over, ray_session
+):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(run_of(tmp_path, run_over).model_dump(mode="json", exclude_unset=True)))
+    environ = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", LEAVING, str(file), str(D)]
+    lines = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
+    error = "the Ray session of the searchers has ended (ray.shutdown); open the index again"
+    assert lines == ["1", f"False {error}", f"True {error}", "True"]
 
 
 @pytest.mark.chaos(

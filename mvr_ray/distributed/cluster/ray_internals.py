@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.exceptions
-from ray._private import ray_constants, services, state, worker
+from ray._private import auto_init_hook, ray_constants, services, state, worker
 from ray._private.runtime_env import packaging
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
 
@@ -61,6 +61,16 @@ def loopback_node() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
+@contextmanager
+def no_automatic_start() -> Iterator[None]:
+    """Let a call in the block that finds no session, as other code has ended it, fail: Ray would start a cluster."""
+    before, auto_init_hook.enable_auto_connect = auto_init_hook.enable_auto_connect, False
+    try:
+        yield
+    finally:
+        auto_init_hook.enable_auto_connect = before
+
+
 def one_try() -> AbstractContextManager[None]:
     """Let a driver that joins a cluster in this block try once, which takes 40 seconds where another program than Ray's
     control store listens. Without a number in the environment, Ray tries 20 times."""
@@ -83,6 +93,11 @@ def listens(host: str, port: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def current_session() -> object:
+    """Return an object that no other session of this process has, to compare by identity; None outside one."""
+    return worker._global_node
 
 
 def has_orphan(actor_class: str) -> bool:
@@ -113,9 +128,11 @@ def end_pipeline_when(pipeline: "ray.data.Dataset", condition: Callable[[], bool
 
 
 def reread_authentication() -> None:
-    """Make Ray read RAY_AUTH_MODE and the token again; otherwise it reads them only at import."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    """Make Ray read RAY_AUTH_MODE and the token again; otherwise it reads them only at import. A session that other
+    code has begun since keeps those that it began with: refused a call, Ray aborts the process."""
+    if not ray.is_initialized():
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 @environment({"RAY_AUTH_MODE": "disabled"})

@@ -206,12 +206,13 @@ def ray_session(resources: ResourcesConfig, *, dashboard: bool = False) -> Abstr
 def _share_session(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Set the variables of `_ENVIRONMENT` that are not set, and enter a session unless this process is in one. The last
     of several blocks that overlap leaves the session, unless other code had entered it, and restores the variables."""
-    from mvr_ray.distributed.cluster.ray_internals import environment
+    from mvr_ray.distributed.cluster.ray_internals import environment, no_automatic_start
 
     global _num_users
     with _session_lock:
         if not _num_users:
             _settings.enter_context(environment(_ENVIRONMENT, replace=False))
+            _settings.enter_context(no_automatic_start())
         _num_users += 1
     try:
         with _session_lock:
@@ -269,9 +270,14 @@ def using_ray() -> Iterator[None]:
             _calls.notify_all()
 
 
-def _leave_ray() -> None:
+def _leave_ray(own: object) -> None:
+    """Leave the `own` session (None: any), unless other code has begun one of its own since."""
     import ray
 
+    from mvr_ray.distributed.cluster.ray_internals import current_session
+
+    if own not in (None, current_session()):
+        return
     try:
         for stream in list(_streams):
             with suppress(ValueError):  # another thread reads it
@@ -332,12 +338,13 @@ def _join_cluster(address: str) -> Iterator[None]:
                     f"{reason}; check the address (host:6379, or the --port that its head was started with) and, with "
                     f"token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
                 ) from error
+        own = ray_internals.current_session()
         try:
             with nullcontext() if address.startswith("ray://") else warn_without_head(_head_address()):
                 yield
         finally:
             with _deferring_interrupts():
-                _leave_ray()
+                _leave_ray(own)
     finally:
         if before is None:  # the next cluster of this process may have another mode
             os.environ.pop("RAY_AUTH_MODE", None)
@@ -413,6 +420,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
     stack.enter_context(ray_internals.environment(secret))
     ray_internals.reread_authentication()
+    own = None
     try:
         try:
             with ray_internals.loopback_node():
@@ -430,11 +438,12 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
                 f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: "
                 f"{str(error).strip() or type(error).__name__}; `mvr-ray doctor` names what this machine lacks"
             ) from error
+        own = ray_internals.current_session()
         with warn_without_head(_head_address()):
             yield
     finally:
         with _deferring_interrupts():
-            _leave_ray()
+            _leave_ray(own)
             stack.close()
             ray_internals.reread_authentication()
 

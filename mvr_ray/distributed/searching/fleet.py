@@ -21,6 +21,7 @@ import ray
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster.ray_internals import current_session
 from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher
 from mvr_ray.distributed.searching.memory import require_memory
 from mvr_ray.distributed.searching.messages import (
@@ -65,6 +66,7 @@ class RemoteSearchers:
         self.assignments = dict(assignments or {})
         """Version -> the shards of it that each group holds."""
         self.change_lock = threading.Lock()
+        self._session = current_session()
         self._drops: list[Any] = []
         self.dispatcher = Dispatcher(self.groups, self._reopen, queue)
 
@@ -74,6 +76,15 @@ class RemoteSearchers:
     @property
     def actors(self) -> list[Any]:
         return [actor for actors in self.groups for actor in actors]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the Ray session in which the searchers ran has ended; a call to them would start another cluster."""
+        return current_session() is not self._session
+
+    def unless_lost(self, function: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that calls this one as long as the searchers' session lasts."""
+        return lambda: None if self.is_lost else function()
 
     def assign(self, manifest: Manifest) -> list[ShardAssignment]:
         """Return the shards of a version that each group holds."""
@@ -97,6 +108,7 @@ class RemoteSearchers:
 
     def load(self, manifest: Manifest) -> None:
         """Open and probe a version as `LocalSearchers.load` does; raises ResourceError for a dead searcher too."""
+        self._require_session()
         with self.change_lock:
             self.assign(manifest)
             try:
@@ -120,9 +132,13 @@ class RemoteSearchers:
         return self.dispatcher.counts()
 
     def stop(self) -> None:
-        for actor in self.actors:
+        for actor in [] if self.is_lost else self.actors:
             ray.kill(actor)
         self.dispatcher.close()
+
+    def _require_session(self) -> None:
+        if self.is_lost:
+            raise ResourceError("the Ray session of the searchers has ended (ray.shutdown); open the index again")
 
     def _pending_drops(self, timeout_s: float) -> list[Any]:
         """Return the drops that searchers have not completed by then; their bytes count as held until completion."""
@@ -218,6 +234,7 @@ class RemoteSearchers:
         on_partial: Callable[[Any], None] | None = None,
     ) -> tuple[list[Any], list[ShardFailure]]:
         """Return the decoded answers of the groups, and the failures of shards."""
+        self._require_session()
         on_message = (lambda message: on_partial(decode(message))) if on_partial else None
         answers, states = self.dispatcher.gather(method, messages, deadline, admit=admit, on_partial=on_message)
         parts = [decode(answers[group]) for group in sorted(answers)]

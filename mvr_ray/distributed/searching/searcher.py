@@ -440,6 +440,8 @@ class LocalSearchers:
     """Opens, searches and drops versions of an index with one searcher in this process; ignores deadlines. A search
     opens the shards that are not open."""
 
+    is_lost = False
+
     def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
         self.searcher = ShardSearcher(task)
