@@ -227,6 +227,17 @@ def test_every_problem_of_a_file_is_reported_at_once(run_file) -> None:
     assert "train.lr" in message
 
 
+@pytest.mark.parametrize("key", ["gpus_per_encoder", "gpus_per_trainer", "gpus_per_searcher"])
+def test_a_number_of_gpus_that_ray_refuses_is_refused(run_file, key: str) -> None:
+    for value in (0, 0.0001, 0.5, 1, 2):
+        assert getattr(load_run(run_file(f"resources: {{{key}: {value}}}")).resources, key) == value
+    for value in (1.5, 0.00001):
+        message = refusal(run_file(f"resources: {{{key}: {value}}}"))
+        assert f"resources.{key}" in message
+        assert "must be 0, a share between 0.0001 and 1, or a whole number of GPUs" in message
+    assert "at least 0.0001" in refusal(run_file("resources: {cpus_per_encoder: 0.00001}"))
+
+
 def test_two_keys_that_exclude_each_other_are_reported(run_file) -> None:
     message = refusal(run_file("resources: {encoders_min: 3, encoders_max: 2}"))
     assert "encoders_min (3) is above encoders_max (2)" in message

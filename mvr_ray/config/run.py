@@ -21,6 +21,10 @@ from mvr_ray.config.train import MineConfig, TrainConfig
 from mvr_ray.errors import ConfigError
 
 Weight = Annotated[float, Field(gt=0, le=1)]
+Cpus = Annotated[float, Field(ge=0.0001)]
+"""Ray counts in steps of 0.0001."""
+_GPUS = "0, a share between 0.0001 and 1, or a whole number of GPUs"
+Gpus = Annotated[float, Field(ge=0, json_schema_extra={ALLOWED: _GPUS})]
 DenseWeight = Annotated[float, Field(ge=0, le=1e20, allow_inf_nan=False)]
 """Of the dense score beside BM25; with a larger one the sum could be infinite in float32."""
 
@@ -480,8 +484,8 @@ class ResourcesConfig(Section):
     each with the CPUs and the GPU of an encoder."""
     encoders_max: Count = 2
     """The same, at most: a pool grows with its work."""
-    cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
-    gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
+    cpus_per_encoder: Cpus = 1
+    gpus_per_encoder: Gpus = 0
     """The share of a GPU that embeds passages for an encoder (1: a whole one), and that a ranker, a reader and a
     cross-encoder use; 0: they use the CPU."""
     torch_threads: Count | None = None
@@ -489,11 +493,11 @@ class ResourcesConfig(Section):
     and refinement by mvr_ray's compiled loops, and for passages by its layers or OpenVINO."""
     train_workers: Annotated[int, Field(ge=0)] = 1
     """0 trains in this process, without Ray workers."""
-    cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
-    gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
+    cpus_per_trainer: Cpus = 1
+    gpus_per_trainer: Gpus = 0
     searchers: Count = 1
-    cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
-    gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
+    cpus_per_searcher: Cpus = 0.5
+    gpus_per_searcher: Gpus = 0
     """The share of a GPU on which a searcher on Ray scans (`Index.search` then starts Ray); 0: it scans on the CPU, as
     stages within `local_passages` and, without an address, `search` and `explain` always do. It also chooses the
     default of `index.factory`."""
@@ -519,6 +523,13 @@ class ResourcesConfig(Section):
     @property
     def threads(self) -> int:
         return self.torch_threads or 1
+
+    @field_validator("gpus_per_encoder", "gpus_per_trainer", "gpus_per_searcher")
+    @classmethod
+    def _check_gpus(cls, gpus: float) -> float:
+        if gpus != int(gpus) and not 0.0001 <= gpus < 1:
+            raise ValueError(f"{gpus:g} is refused by Ray; it must be {_GPUS}")
+        return gpus
 
     @model_validator(mode="after")
     def _check_encoder_counts(self) -> "ResourcesConfig":
