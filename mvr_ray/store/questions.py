@@ -18,9 +18,9 @@ from mvr_ray.core.judging.answers import Match
 from mvr_ray.errors import DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, TextChunk, carry_over, chunk, locate, source_id
-from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
+from mvr_ray.store.corpus import Corpus, SetInfo, question_digest, question_set, question_sets, undescribed_path
 from mvr_ray.store.local_files import sha256_of
-from mvr_ray.store.parts import CURE, map_batches, write_rows
+from mvr_ray.store.parts import CURE, map_batches, map_file, write_rows
 from mvr_ray.types import Passage, Question
 
 _TITLES_READ = 8192
@@ -39,14 +39,17 @@ QUESTION_SCHEMA = pa.schema(
 """The last column is written only where a set has grades: earlier programs read the others."""
 _PASSAGE_LISTS = slice(3, 5)
 """The columns of passage ids."""
+_ORIGIN = b"origin"
+"""Metadata of the file of a set that was carried over and changed: the sha256 of the set that a user stored."""
 pc: Any = pyarrow.compute
 
 
-def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
-    """Store a question set of a corpus, replacing it in one step. Returns how many questions there were."""
+def write_questions(corpus: Corpus, name: str, questions: Iterable[Question], origin: str = "") -> int:
+    """Store a question set of a corpus, replacing it in one step; `origin` is that of a set that is carried over.
+    Returns how many questions there were."""
     with corpus.store.scratch() as folder:
         file = folder / "questions.arrow"
-        count = write_question_file(file, name, questions)
+        count = write_question_file(file, name, questions, origin)
         put_questions(corpus, name, file, count)
     return count
 
@@ -77,6 +80,14 @@ def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
         write_questions(corpus, name, read_questions(source, name))
 
 
+def set_origin(corpus: Corpus, name: str) -> str:
+    """Return the sha256 of the set that a user stored, which updates carried over to this one. Raises as
+    `read_questions` does."""
+    info = question_set(corpus, name)
+    metadata = map_file(corpus.open_file(f"question set {name!r}", info))[1] if info else {}
+    return metadata.get(_ORIGIN, b"").decode() or question_digest(corpus, name)
+
+
 def archive(corpus: Corpus, names: Iterable[str]) -> None:
     """Describe a corpus and the named sets under its digest if an earlier program did not: another corpus may follow,
     and the versions that name this one find it."""
@@ -94,7 +105,11 @@ def carry_questions(source: Corpus, corpus: Corpus, name: str) -> None:
     ids = {one for question in questions for one in (*question.positive_ids, *question.hard_negative_ids)}
     before, now = source.get(ids), corpus.get(ids)
     rewritten_ids = changed_texts(before, now)
-    write_questions(corpus, name, only_with(lambda one: one in now or one not in before, questions, rewritten_ids))
+    questions_now = only_with(lambda one: one in now or one not in before, questions, rewritten_ids)
+    if questions_now == questions:
+        copy_questions(source, corpus, name)
+    else:
+        write_questions(corpus, name, questions_now, set_origin(source, name))
 
 
 def changed_texts(before: Mapping[str, Passage], now: Mapping[str, Passage]) -> set[str]:
@@ -102,10 +117,11 @@ def changed_texts(before: Mapping[str, Passage], now: Mapping[str, Passage]) -> 
     return {name for name, passage in now.items() if name not in before or before[name].text != passage.text}
 
 
-def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
+def write_question_file(path: Path, name: str, questions: Iterable[Question], origin: str = "") -> int:
     rows = checked_questions(questions, name)
     has_grades = any(question.positive_grades for question in rows)
-    return write_rows(path, QUESTION_SCHEMA if has_grades else pa.schema(list(QUESTION_SCHEMA)[:-1]), rows)
+    schema = QUESTION_SCHEMA if has_grades else pa.schema(list(QUESTION_SCHEMA)[:-1])
+    return write_rows(path, schema.with_metadata({_ORIGIN: origin}) if origin else schema, rows)
 
 
 def query_key(question: Question) -> str:

@@ -46,6 +46,7 @@ from mvr_ray.store.questions import (
     only_with,
     questions_about,
     read_questions,
+    set_origin,
     write_questions,
 )
 from mvr_ray.types import Passage, Progress, Question, no_progress
@@ -235,12 +236,14 @@ def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -
 
 
 def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned: bool) -> None:
-    """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had."""
+    """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had, but for
+    sets that a user has replaced since."""
     for name in sets.infos:
-        if has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name)):
+        is_there = has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name))
+        if is_there and set_origin(corpus, name) == set_origin(parent, name):
             continue
         if name in sets.new_questions:
-            write_questions(corpus, name, sets.new_questions[name])
+            write_questions(corpus, name, sets.new_questions[name], set_origin(parent, name))
         else:
             copy_questions(parent, corpus, name)
 

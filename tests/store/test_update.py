@@ -302,6 +302,28 @@ def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_pa
         assert read_questions(again, "set") == questions and again.info.questions == more.info.questions
 
 
+def test_a_set_that_was_stored_since_replaces_the_one_of_contents_that_return(tmp_path: Path, write: Write):
+    """Also one that an update has changed since, and again after each return."""
+    store = Store(tmp_path / "store")
+    first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
+    write_questions(first, "old", [Question("o", "?", ("of p1",), ("p1",), (), (5,))])
+    write_questions(first, "set", [Question("q", "?", ("of p1",), ("p1",), (), (5,))])
+    for number, is_changed_twice in enumerate((False, True, False)):
+        questions = [Question(f"new {number} {n}", "?", ("of p2",), (f"p{n}",), (), (5,)) for n in (2, 3, 4)]
+        texts = {"p1": "other", **({"p3": "other"} if is_changed_twice else {})}
+        update(CONFIG, store, str(write("c.jsonl", lines(row("p1", "other")))))
+        write_questions(Corpus.open(store, "corpus"), "set", questions)
+        if is_changed_twice:
+            update(CONFIG, store, str(write("c.jsonl", lines({"id": "p4", "delete": True}, row("p3", "other")))))
+            questions = [questions[0], questions[1]._replace(answer_starts=(-1,))]
+            texts["p4"] = ""
+        update(CONFIG, store, str(write("c.jsonl", lines(*(row(name, f"text of {name}") for name in texts)))))
+        again = Corpus.open(store, "corpus")
+        assert again.digest == first.digest
+        assert read_questions(again, "set") == questions
+        assert read_questions(again, "old")[0].answer_starts == (5,)
+
+
 def test_an_update_after_a_killed_one_whose_files_were_collected_has_its_questions(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ):
