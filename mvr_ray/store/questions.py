@@ -71,21 +71,21 @@ def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> 
     corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
 
 
-def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
+def copy_questions(source: Corpus, corpus: Corpus, name: str, info: SetInfo | None = None) -> None:
     """Add a question set of an earlier corpus of the same name to a corpus; both describe one file."""
-    if info := question_set(source, name):
+    if info := info or question_set(source, name):
         info = replace(info, corpus_digest=corpus.digest)
         corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
     else:
         write_questions(corpus, name, read_questions(source, name))
 
 
-def set_origin(corpus: Corpus, name: str) -> str:
+def set_origin(corpus: Corpus, name: str, info: SetInfo | None = None) -> str:
     """Return the sha256 of the set that a user stored, which updates carried over to this one. Raises as
     `read_questions` does."""
-    info = question_set(corpus, name)
+    info = info or question_set(corpus, name)
     metadata = map_file(corpus.open_file(f"question set {name!r}", info))[1] if info else {}
-    return metadata.get(_ORIGIN, b"").decode() or question_digest(corpus, name)
+    return metadata.get(_ORIGIN, b"").decode() or (info.sha256 if info else question_digest(corpus, name))
 
 
 def archive(corpus: Corpus, names: Iterable[str]) -> None:
@@ -101,15 +101,16 @@ def archive(corpus: Corpus, names: Iterable[str]) -> None:
 def carry_questions(source: Corpus, corpus: Corpus, name: str) -> None:
     """Add a question set of a corpus to a changed one of its name, as an update does: without passages that are gone
     and questions that have lost every gold passage."""
-    questions = read_questions(source, name)
+    info = question_set(source, name)
+    questions = read_questions(source, name, info)
     ids = {one for question in questions for one in (*question.positive_ids, *question.hard_negative_ids)}
     before, now = source.get(ids), corpus.get(ids)
     rewritten_ids = changed_texts(before, now)
     questions_now = only_with(lambda one: one in now or one not in before, questions, rewritten_ids)
     if questions_now == questions:
-        copy_questions(source, corpus, name)
+        copy_questions(source, corpus, name, info)
     else:
-        write_questions(corpus, name, questions_now, set_origin(source, name))
+        write_questions(corpus, name, questions_now, set_origin(source, name, info))
 
 
 def changed_texts(before: Mapping[str, Passage], now: Mapping[str, Passage]) -> set[str]:
@@ -129,15 +130,15 @@ def query_key(question: Question) -> str:
     return f"{question.id}\t{hashlib.sha256(question.text.encode()).hexdigest()[:16]}"
 
 
-def read_questions(corpus: Corpus, name: str) -> list[Question]:
-    """Read a question set of a corpus, after its digest matched.
+def read_questions(corpus: Corpus, name: str, info: SetInfo | None = None) -> list[Question]:
+    """Read a question set of a corpus, after its digest matched; `info` is its description if that was read before.
 
     Raises MissingInputError that names the sets that the corpus has, StorageError for a set that is damaged.
     """
-    return _questions_of(_question_batches(corpus, name))
+    return _questions_of(_question_batches(corpus, name, info))
 
 
-def questions_about(corpus: Corpus, name: str, ids: Iterable[str]) -> list[Question]:
+def questions_about(corpus: Corpus, name: str, ids: Iterable[str], info: SetInfo | None = None) -> list[Question]:
     """Read the questions of a set that name one of these passages, without parsing the others. Raises as
     `read_questions` does."""
     passage_ids = pa.array(ids, pa.string())
@@ -147,7 +148,7 @@ def questions_about(corpus: Corpus, name: str, ids: Iterable[str]) -> list[Quest
         rows = [pc.list_parent_indices(own).filter(pc.is_in(own.flatten(), passage_ids)) for own in lists]
         return batch.take(pa.concat_arrays(rows).unique())
 
-    return _questions_of(map(only_about, _question_batches(corpus, name)))
+    return _questions_of(map(only_about, _question_batches(corpus, name, info)))
 
 
 def _questions_of(batches: Iterable[pa.RecordBatch]) -> list[Question]:
@@ -158,9 +159,9 @@ def _questions_of(batches: Iterable[pa.RecordBatch]) -> list[Question]:
     return rows
 
 
-def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
+def _question_batches(corpus: Corpus, name: str, info: SetInfo | None = None) -> list[pa.RecordBatch]:
     """Map the record batches of a set's file. Raises as `read_questions` does."""
-    if info := question_set(corpus, name):
+    if info := info or question_set(corpus, name):
         return map_batches(corpus.open_file(f"question set {name!r}", info))
     return _map_undescribed(corpus.store.local_path(undescribed_path(corpus, name)))
 

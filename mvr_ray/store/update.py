@@ -226,26 +226,27 @@ def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -
         return only_with(lambda own: own not in deletions, questions, rewritten_ids)
 
     sets = _ChangedSets({name: question_set(parent, name) for name in question_sets(parent)}, {}, 0)
-    for name in sets.infos:
-        questions = questions_about(parent, name, rewritten_ids | deletions)
+    for name, info in sets.infos.items():
+        questions = questions_about(parent, name, rewritten_ids | deletions, info)
         questions_now = change(questions)
         sets = sets._replace(num_dropped=sets.num_dropped + len(questions) - len(questions_now))
         if questions_now != questions:
-            sets.new_questions[name] = change(read_questions(parent, name))
+            sets.new_questions[name] = change(read_questions(parent, name, info))
     return sets
 
 
 def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned: bool) -> None:
     """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had, but for
     sets that a user has replaced since."""
-    for name in sets.infos:
+    for name, info in sets.infos.items():
+        origin = set_origin(parent, name, info)
         is_there = has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name))
-        if is_there and set_origin(corpus, name) == set_origin(parent, name):
+        if is_there and set_origin(corpus, name) == origin:
             continue
         if name in sets.new_questions:
-            write_questions(corpus, name, sets.new_questions[name], set_origin(parent, name))
+            write_questions(corpus, name, sets.new_questions[name], origin)
         else:
-            copy_questions(parent, corpus, name)
+            copy_questions(parent, corpus, name, info)
 
 
 def _carry_later_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets) -> None:

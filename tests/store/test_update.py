@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import gc, manifest, paths
+from mvr_ray.store import update as update_module
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import DeletionRecord, FilteredDeletion, PassageRecord
@@ -322,6 +323,29 @@ def test_a_set_that_was_stored_since_replaces_the_one_of_contents_that_return(tm
         assert again.digest == first.digest
         assert read_questions(again, "set") == questions
         assert read_questions(again, "old")[0].answer_starts == (5,)
+
+
+def test_a_killed_update_leaves_no_question_about_a_deleted_passage_though_the_set_was_replaced_meanwhile(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    store = Store(tmp_path / "store")
+    first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
+    write_questions(first, "set", [Question("before", "?", (), ("p2",))])
+    publish, write_parts = Corpus.publish, update_module._write_parts
+
+    def replace_set(*args: Any) -> Any:
+        write_questions(first, "set", [Question("meanwhile", "?", (), ("p1",))])
+        return write_parts(*args)
+
+    def publish_and_end(corpus: Corpus, after: int) -> None:
+        publish(corpus, after)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(update_module, "_write_parts", replace_set)
+    monkeypatch.setattr(Corpus, "publish", publish_and_end)
+    with pytest.raises(KeyboardInterrupt):
+        update(CONFIG, store, str(write("c.jsonl", lines({"id": "p1", "delete": True}))))
+    assert [one.id for one in read_questions(Corpus.open(store, "corpus"), "set")] == ["before"]
 
 
 def test_an_update_after_a_killed_one_whose_files_were_collected_has_its_questions(
