@@ -251,11 +251,14 @@ def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned
 
 def _carry_later_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets) -> None:
     """Carry over the sets that were added to the parent while the corpus was made. A set that is added later finds the
-    corpus published, and `add_questions` carries it over."""
+    corpus published, and `add_questions` carries it over; one that was stored there since is newer, and stays."""
+    names = question_sets(corpus)
     for name in question_sets(parent):
         before = sets.infos.get(name)
         is_of_earlier_program = name in sets.infos and before is None  # `archive` has described it since
-        if not is_of_earlier_program and question_set(parent, name) != before:
+        if is_of_earlier_program or question_set(parent, name) == before:
+            continue
+        if name not in names or (before and set_origin(corpus, name) == set_origin(parent, name, before)):
             carry_questions(parent, corpus, name)
 
 

@@ -348,6 +348,28 @@ def test_a_killed_update_leaves_no_question_about_a_deleted_passage_though_the_s
     assert [one.id for one in read_questions(Corpus.open(store, "corpus"), "set")] == ["before"]
 
 
+def test_a_set_that_is_stored_with_a_new_corpus_is_not_replaced_by_one_that_its_parent_got_before(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    store = Store(tmp_path / "store")
+    first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
+    write_questions(first, "set", [Question("before", "?", (), ("p2",))])
+    publish, write_parts = Corpus.publish, update_module._write_parts
+
+    def replace_set(*args: Any) -> Any:
+        write_questions(first, "set", [Question("with the parent", "?", (), ("p2",))])
+        return write_parts(*args)
+
+    def publish_and_replace_set(corpus: Corpus, after: int) -> None:
+        publish(corpus, after)
+        write_questions(corpus, "set", [Question("with the new one", "?", (), ("p2",))])
+
+    monkeypatch.setattr(update_module, "_write_parts", replace_set)
+    monkeypatch.setattr(Corpus, "publish", publish_and_replace_set)
+    update(CONFIG, store, str(write("c.jsonl", lines({"id": "p1", "delete": True}))))
+    assert [one.id for one in read_questions(Corpus.open(store, "corpus"), "set")] == ["with the new one"]
+
+
 def test_an_update_after_a_killed_one_whose_files_were_collected_has_its_questions(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ):
