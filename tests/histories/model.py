@@ -1,5 +1,6 @@
 """Acts upon one store in every role at once, and decides whether each answer could have been given.
 
+    asker      stores a question set, each time another one in its place, about passages of the last corpus
     updater    applies files of changes to the corpus, one after the other
     writer     puts change files into a source
     follower   applies what waits in the source, in the order of its names, and publishes a version of it
@@ -20,6 +21,8 @@ A history is right if
   does a server without a failure in its state; no server goes back to an older version;
 - no acknowledged update is lost: each is among the sources of the corpus at the end, once and in an order of its own;
   nor is a change file, which is among the applied ones;
+- the question set of the last corpus is one that the asker stored, without questions whose passages were deleted, and
+  at the end the last one can be stored;
 - no acknowledged version has another content than its publisher gave it;
 - only named errors came; and at the end an update and a version of it can be published, whose answers are right.
 """
@@ -29,7 +32,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,17 +53,19 @@ from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store import embeddings, manifest, paths
 from mvr_ray.store.change_files import Backlog, apply_batch, list_change_files
-from mvr_ray.store.corpus import Corpus, CorpusInfo, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusInfo, question_sets, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import add_questions, read_questions
 from mvr_ray.store.update import update
+from mvr_ray.types import Question
 from mvr_ray.versions import verify
 
-INDEX, CORPUS, SHARDS, K = "random", "c", 2, 5
+INDEX, CORPUS, SET, SHARDS, K = "random", "c", "set", 2, 5
 GRACE_S = 3600.0
 UPDATED, FOLLOWED = range(12), range(12, 24)
 """Numbers of the passages that updates are about, and those that change files are about."""
@@ -108,6 +113,8 @@ class History:
         """By name."""
         self.acknowledged_updates: list[str] = []
         self.acknowledged_files: list[str] = []
+        self.sets: list[list[Question]] = []
+        """In the order in which the asker stored them, or tried to."""
         self.acknowledgments: dict[int, Manifest] = {}
         self.answers: list[Answer] = []
         self.config = PrepareConfig(
@@ -149,6 +156,13 @@ class History:
         report = update(self.config, store, str(file))
         if report.digest != report.parent:  # else nothing was to be changed
             self.acknowledged_updates.append(digest)
+
+    def add_set(self, store: Store) -> None:
+        corpus, number = Corpus.open(store, CORPUS), len(self.sets)
+        names = sorted(self.expected(corpus.info))
+        names = self.draw.sample(names, min(len(names), 6))
+        self.sets.append([Question(f"{number} {name}", "?", positive_ids=(name,)) for name in names])
+        add_questions(corpus, SET, self.sets[-1])
 
     def write(self, store: Store) -> None:
         name = f"{len(self.change_files):03d}.jsonl"
@@ -294,6 +308,8 @@ class History:
         roles: list[Actor] = []
         for number in range(self.draw.randint(1, 2)):
             roles.append(self._actor(f"updater {number}", 3, self.update))
+        if self.draw.random() < 0.5:
+            roles.append(self._actor("asker", 3, self.add_set))
         for number in range(self.draw.randint(1, 2)):
             roles.append(self._actor(f"indexer {number}", 3, partial(self.index, whole=self.draw.random() < 0.3)))
         for what in self.draw.sample(["compact", "reshard", "rollback"], self.draw.randint(0, 2)):
@@ -352,14 +368,29 @@ class History:
         assert len(sources) == len(set(sources))
         losses = [digest for digest in self.acknowledged_updates if digest not in sources]
         assert not losses, f"{len(losses)} acknowledged updates are lost"
+        if SET in question_sets(Corpus.open(store, CORPUS)):
+            self._judge_questions(store, self.sets)
         if has_leapt:
             prepare(self.config, store)  # parts of the corpus may be gone
         answers = len(self.answers)
+        self.add_set(store)
         self.update(store)
+        self._judge_questions(store, self.sets[-1:])
         self.index(store, whole=has_leapt)
         self.read(store)
         assert len(self.answers) == answers + 1
         self._judge_answers()
+
+    def _judge_questions(self, store: Store, sets: Sequence[list[Question]]) -> None:
+        """Judge the set of the last corpus, which is one of these."""
+        corpus = Corpus.open(store, CORPUS)
+        questions = {*read_questions(corpus, SET)}
+        names = self.expected(corpus.info)
+        assert all(one.positive_ids[0] in names for one in questions)
+        changes = [*self.changes.values(), *self.change_files.values()]
+        deletions = {name for own in changes for name, text in own.items() if text is None}
+        lasting = [{one for one in own if one.positive_ids[0] not in deletions} for own in sets]
+        assert any(few <= questions <= {*own} for few, own in zip(lasting, sets)), f"{questions} are none of {sets}"
 
 
 def _searcher_task(store: Store, live: Manifest) -> SearcherTask:
