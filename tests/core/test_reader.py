@@ -309,6 +309,10 @@ def refusal(folder: str | Path, spec: ReaderSpec | None = None, opening=Reader.o
     return str(error.value)
 
 
+def test_an_encoder_without_the_decoder_that_its_reader_has_is_refused(tiny):
+    assert "lacks 28 weights of a t5 model (first: decoder.block.0." in refusal(tiny("t5"), SMALL, Reader.from_backbone)
+
+
 def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_path):
     folder = pair_backbone("bert")
     assert refusal(folder) == (

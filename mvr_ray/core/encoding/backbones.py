@@ -130,7 +130,10 @@ def open_task_model(folder: str, what: str, factory: str, error_type: type[MvrRa
     settings = _settings(folder, what, error_type)
     weights = _load(folder, what, getattr(transformers, factory), error_type, **options)
     body = f"{weights.model.base_model_prefix}."
-    inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
+    if hasattr(weights.model, weights.model.base_model_prefix):
+        inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
+    else:  # T5's reader: its layers stand beside its head
+        inside = [name for name in weights.missing if not name.startswith("qa_outputs.")]
     if inside:
         raise error_type(_missing_weights(f"{what} {folder}", _model_type(settings), inside, _own_code(settings)))
     return weights
