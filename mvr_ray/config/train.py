@@ -78,8 +78,8 @@ class TrainConfig(Section):
     cloze_keep_share: Fraction = 0.1
     """Inverse cloze: share of sentences that stay in their passage."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
-    """`auto` is bf16 if every worker's device has instructions for it, else fp32; a resumed training keeps its first
-    precision."""
+    """`auto` is bf16 if every worker's device has instructions for it and the model can be trained in it (the first
+    DeBERTa cannot), else fp32; a resumed training keeps its first precision."""
     gradient_checkpointing: bool = False
     cache_chunk: Annotated[int, Field(ge=0)] = 0
     """Gradient cache: passages a pass; 0: everything in one pass."""

@@ -693,6 +693,21 @@ def test_auto_is_the_precision_of_the_processor_where_training_began(store_path,
 
 
 @pytest.mark.data
+def test_what_transformers_lacks_for_a_model_type_is_refused_and_auto_avoids_it(store_path, tiny, monkeypatch):
+    monkeypatch.setattr(steps, "multiplies_bf16", lambda device: True)
+
+    def train_one(kind: str, **settings) -> TrainedModel:
+        cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, **settings}
+        return train(run_of(store_path, cfg, {"name": "-".join([kind, *settings]), "backbone": tiny(kind), **QUICK}))
+
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing is true, but .* none for models of type mpnet; set"):
+        train_one("mpnet", gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"precision is bf16, but models of type deberta are trained in fp32 alone"):
+        train_one("deberta", precision="bf16")
+    assert train_one("deberta", precision="auto").fingerprint == train_one("deberta").fingerprint
+
+
+@pytest.mark.data
 def test_what_cannot_be_trained_is_refused_by_name(store_path):
     def check(error, message, train_settings=None, encoder=None, **sections):
         with pytest.raises(error, match=message):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config import RunConfig, TrainConfig, resolve_model
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.judging.answers import AnswerMatcher
@@ -44,6 +44,8 @@ from mvr_ray.types import IntArray, Progress
 log = logging.getLogger(__name__)
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP32_TYPES = ("deberta",)
+"""Model types that transformers trains in fp32 alone: it fills DeBERTa's scores with a number that bf16 lacks."""
 LOG_INTERVAL_S = 10.0
 NUM_ROWS = 1000
 """Of a long training the metrics have about this many rows."""
@@ -161,6 +163,7 @@ class StepLoop(ABC):
                 f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {self.schedule.steps} "
                 f"steps; leave it out, or train longer (train.epochs, train.max_steps)"
             )
+        _require_support(job.model, cfg)
         self.job, self.cfg, self.checkpoints, self.progress = job, cfg, job.checkpoints, progress
         self.matcher = AnswerMatcher(job.run.evaluate.match)
         self.device = device
@@ -336,8 +339,9 @@ class StepLoop(ABC):
         return optimiser
 
     def _multiplies_bf16(self) -> bool:
-        """Return whether the device of every rank multiplies in bf16."""
-        all_multiply = torch.tensor([int(multiplies_bf16(self.device))], device=self.device)
+        """Return whether the device of every rank multiplies in bf16, and the model can be trained in it."""
+        multiplies = multiplies_bf16(self.device) and not _fp32_types(self.model)
+        all_multiply = torch.tensor([int(multiplies)], device=self.device)
         if world_size() > 1:
             dist.all_reduce(all_multiply, dist.ReduceOp.MIN)
         return bool(all_multiply.item())
@@ -464,6 +468,25 @@ class TaskModelLoop(StepLoop):
         self.state.sums.steps += 1
         self.state.sums.loss += loss
         return {"loss": loss}
+
+
+def _require_support(model: Any, cfg: TrainConfig) -> None:
+    """Raise ConfigError for a setting that transformers does not support for a model of this type."""
+    if cfg.precision in ("bf16", "fp16") and (types := _fp32_types(model)):
+        raise ConfigError(
+            f"train.precision is {cfg.precision}, but models of type {types[0]} are trained in fp32 alone; set "
+            f"train.precision=fp32"
+        )
+    types = [one.config.model_type for one in model.transformers if not one.supports_gradient_checkpointing]
+    if cfg.gradient_checkpointing and types:
+        raise ConfigError(
+            f"train.gradient_checkpointing is true, but transformers has none for models of type {types[0]}; set it to "
+            f"false, and train.cache_chunk where memory is short"
+        )
+
+
+def _fp32_types(model: Any) -> list[str]:
+    return [own for one in model.transformers if (own := one.config.model_type) in FP32_TYPES]
 
 
 def _six_digits(value: float) -> float:
