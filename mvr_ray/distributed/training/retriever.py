@@ -110,7 +110,8 @@ def require_answers(cfg: TrainConfig, examples: Examples) -> None:
 
 
 def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
-    """Return the encoder before training: that of `train.init_from`, or one made from the backbone."""
+    """Return the encoder before training: that of `train.init_from`, or one made from the backbone. Raises EncoderError
+    where settings differ, ConfigError for the newest of `encoder.name`, which this training replaces."""
     start = run.train.init_from
     if start is None:
         return make_encoder(run, corpus.store, corpus)
@@ -126,6 +127,12 @@ def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
         raise EncoderError(
             f"train.init_from {start} has {old}, but the encoder section has {new}; make them equal, or start from the "
             f"backbone"
+        )
+    if start == run.encoder.name:
+        raise ConfigError(
+            f"train.init_from is {start}, as encoder.name, whose newest snapshot changes once this training stores a "
+            f"model: the same command would not find it again; set train.init_from={snapshot.fingerprint}, the newest "
+            f"now, or give another encoder.name"
         )
     return encoder.to_precision("fp32")
 
