@@ -144,11 +144,23 @@ def loss_of_each_question(queries_QD, *tensors, **settings):
     return queries_QD.sum(1)
 
 
+def loss_of_plain_terms(queries_QD, *tensors, **settings):
+    return losses.LossTerms(queries_QD.sum(), 0.0, 0.0)
+
+
+def loss_without_a_gradient(queries_QD, *tensors, **settings):
+    return queries_QD.detach().sum()
+
+
 def test_a_loss_that_is_no_tensor_of_one_number_is_refused(index: Index):
     with pytest.raises(ConfigError, match=r"the function of loss returned 3\.0; return one tensor of one number"):
         index.train("towers", loss=no_tensor, **STEPS)
     with pytest.raises(ConfigError, match=r"returned a tensor of shape \(\d+,\); return one tensor of one number"):
         index.train("towers", loss=loss_of_each_question, **STEPS)
+    with pytest.raises(ConfigError, match=r"returned LossTerms\(.*; return one tensor of one number"):
+        index.train("towers", loss=loss_of_plain_terms, **STEPS)
+    with pytest.raises(ConfigError, match="returned a tensor without a gradient; compute it by torch from queries_QD"):
+        index.train("towers", loss=loss_without_a_gradient, **STEPS)
 
 
 def test_a_loss_without_a_source_and_one_for_another_task_are_refused(index: Index):

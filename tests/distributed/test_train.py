@@ -740,7 +740,9 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
         with pytest.raises(EncoderError, match=rf"init_from chain has {name} {own}, but .* section has {name} {value}"):
             train(other)
     same_name = run_of(store_path, {**settings, "init_from": "chain"}, {"name": "chain", **QUICK})
-    with pytest.raises(ConfigError, match=f"init_from is chain, as encoder.name, .*init_from={of_another_name.fingerprint}"):
+    with pytest.raises(
+        ConfigError, match=f"init_from is chain, as encoder.name, .*init_from={of_another_name.fingerprint}"
+    ):
         train(same_name)
 
 

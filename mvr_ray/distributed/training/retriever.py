@@ -216,9 +216,16 @@ class RetrieverLoop(StepLoop):
             )
             if isinstance(terms, Tensor) and terms.numel() == 1:
                 terms = losses.LossTerms(terms, terms.detach(), torch.zeros_like(terms))
-            if not isinstance(terms, losses.LossTerms):
+            if not isinstance(terms, losses.LossTerms) or not all(
+                isinstance(term, Tensor) and term.numel() == 1 for term in terms
+            ):
                 what = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else f"{terms!r:.60}"
                 raise ConfigError(f"train: the function of loss returned {what}; return one tensor of one number")
+            if not terms.total.requires_grad:
+                raise ConfigError(
+                    "train: the function of loss returned a tensor without a gradient; compute it by torch from "
+                    "queries_QD or views_PVD"
+                )
             if not self.cfg.distil_weight:
                 return terms
             teacher_QP = torch.from_numpy(batch.teacher_QP).to(self.device)
