@@ -1,6 +1,7 @@
 """A cross-encoder scores what its tokenizer and model say of a pair alone; its loss and its share are the formulas'."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -69,7 +70,8 @@ def test_two_labels_score_by_their_difference(tiny, pairs, tmp_path):
 
 
 def test_a_tokenizer_that_pads_on_the_left_changes_no_score(tiny, pairs, tmp_path):
-    """GPT-2 counts positions from the first token of the row, padding too. Without a padding token it is refused."""
+    """GPT-2 counts positions from the first token of the row, padding too. The padding token may be the tokenizer's
+    alone; without one the model is refused."""
     tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
     sizes = {"n_positions": 96, "n_embd": 16, "n_layer": 2, "n_head": 2, "num_labels": 1}
     config = GPT2Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
@@ -79,6 +81,9 @@ def test_a_tokenizer_that_pads_on_the_left_changes_no_score(tiny, pairs, tmp_pat
     scorer = CrossEncoder.open(str(tmp_path), SPEC)
     alone = [float(scorer.score([pair])[0]) for pair in pairs]
     np.testing.assert_allclose(scorer.score(pairs), alone, atol=1e-6)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "pad_token_id": None}))
+    np.testing.assert_array_equal(CrossEncoder.open(str(tmp_path), SPEC).score(pairs), scorer.score(pairs))
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(CrossEncoderError, match=r"the tokenizer of cross-encoder .* has no padding token"):

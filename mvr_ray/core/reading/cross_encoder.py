@@ -61,6 +61,9 @@ class CrossEncoder(TaskModel):
                 f"the tokenizer of cross-encoder {name} has no padding token, which batches of pairs need; set its "
                 f"pad_token and the model's pad_token_id, and save both again"
             )
+        config: Any = self.model.config
+        if config.pad_token_id is None and hasattr(self.model, "score"):  # a head that finds the last token by it
+            config.pad_token_id = self.tokenizer.pad_token_id
         spec, num_special = self.spec, self.tokenizer.num_special_tokens_to_add(pair=True)
         if (text_tokens := spec.max_tokens - spec.max_question_tokens - num_special) < 1:
             raise CrossEncoderError(
