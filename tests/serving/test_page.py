@@ -17,6 +17,7 @@ import uvicorn
 from in_memory_index import InMemoryIndex
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MissingInputError
 from mvr_ray.serving import app as app_module
@@ -331,6 +332,23 @@ def test_texts_are_shown_as_they_are_and_never_run(tab):
         assert HOSTILE in tab.locator(".hits").inner_text()
         assert tab.title() != "taken" and tab.locator(".hits img").count() == 0
         assert tab.locator(".hits mark").first.inner_text() == HOSTILE[18:39]
+
+
+def test_a_viewer_before_no_title_is_shown_as_such(tab):
+    """`DualEncoder.view_spans` names one for passages without a title, with `empty_snippets: kept`."""
+
+    class UntitledIndex(VersionIndex):
+        def view_spans(self, passage):
+            return [TITLE, (0, 17)]
+
+        def passages(self, ids):
+            return {name: passage._replace(title="") for name, passage in super().passages(ids).items()}
+
+    with serve(UntitledIndex(3)) as address:
+        tab.goto(f"{address}?q=nile")
+        tab.locator(".views button").first.click()
+        tab.wait_for_selector("table")
+        assert tab.locator("tbody td:last-child").all_inner_texts() == ["no title", "The Nile is long."]
 
 
 def test_a_text_in_arabic_begins_on_the_right_and_its_snippet_is_marked_after_an_emoji(tab):

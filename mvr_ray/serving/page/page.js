@@ -55,6 +55,7 @@ function scoreTable(explained, num) {
       feedback: "questions that this passage answered",
       passage: "the passage as a whole",
       snippet: "no snippet: a viewer after the last one",
+      title: "no title",
     };
     const score = view.scores[0];
     return make(
