@@ -120,11 +120,13 @@ def load_run(
     raise typer.Exit
 
 
-def conclude(command: str, report: Mapping[str, Any], words: Sequence[str]) -> None:
+def conclude(command: str, report: Mapping[str, Any], words: Sequence[str], run: "RunConfig") -> None:
     """Print the verdict on a plain report, and the next command."""
+    from mvr_ray.cli.inputs import ready_command
+
     if summary := summarize(command, report, words):
         print_result(summary.verdict)
-        print_note(f"next: mvr-ray {summary.next}")
+        print_note(f"next: mvr-ray {ready_command(summary.next, run)}")
 
 
 def set_terminal_level(level: int) -> None:

@@ -6,6 +6,7 @@ some seconds earlier and without a cluster.
 
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mvr_ray.cli.args import require_writable
@@ -85,7 +86,7 @@ def ready_command(command: str, run: RunConfig) -> str:
     sets = {"evaluate": run.evaluate.questions, "analyze": run.analyze.questions or run.evaluate.questions}
     if not sets.get(stage, True):
         stage, words = "search", f'{words} "your question"'
-    if stage == "search" and run.index.vectors:
+    if stage == "search" and not _takes_texts(run):
         return f"serve {words}".removesuffix(' "your question"')
     if stage == "search":
         return f"search {words}"
@@ -97,6 +98,16 @@ def ready_command(command: str, run: RunConfig) -> str:
         except MissingInputError:
             return ""
     return command
+
+
+def _takes_texts(run: RunConfig) -> bool:
+    """Return whether a search of the live version embeds a text; True where there is none."""
+    from mvr_ray.distributed.encoders import embeds_texts
+
+    store = Store(run.store.path)
+    with suppress(MissingInputError):
+        return embeds_texts(store, manifest.read(store, run.index.name))
+    return True
 
 
 def _require_ranking(name: str) -> None:

@@ -166,7 +166,7 @@ def follow(
     else:
         plain = to_plain(report)
         print_result(*report_tables("follow", plain))
-        conclude("follow", {**plain, "index": run.index.name}, (config, *(overrides or ())))
+        conclude("follow", {**plain, "index": run.index.name}, (config, *(overrides or ())), run)
 
 
 @stage_command()

@@ -156,7 +156,7 @@ def versions(
     if action in ("verify", "repair"):
         result.require()
     if action in ("rollback", "repair", "collect") and not as_json:
-        conclude(action, {**plain, "index": run.index.name}, (config, *overrides))
+        conclude(action, {**plain, "index": run.index.name}, (config, *overrides), run)
     if action == "verify" and not as_json:
         print_result(
             f"whole: {count_noun(result.num_files, 'file')}, {tables.size(result.num_bytes)}, each equal to its digest"
