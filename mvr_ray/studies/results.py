@@ -68,8 +68,8 @@ class _SystemRows:
 
 
 def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> list[VariantResult]:
-    """Collect every variant over its seeds, followed by the other systems of its evaluation (BM25, and fusion with
-    it)."""
+    """Collect every variant over its seeds, followed by the other systems of its evaluation (BM25, once where it ranks
+    alike, and fusion with it)."""
     results: list[VariantResult] = []
     for variant in study.config.variants:
         runs: dict[int, list[PlannedVariant]] = defaultdict(list)
@@ -78,6 +78,8 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
                 runs[run.at].append(run)
         points = {at: _system_results(study, variant, own, records) for at, own in sorted(runs.items())}
         for name, result in points.pop(0, {}).items():
+            if name == BM25 and any((one.name, one.ranks) == (name, result.ranks) for one in results):
+                continue  # of another variant over the same passages
             curve = {at: systems[name] for at, systems in points.items() if name in systems and name != BM25}
             results.append(result._replace(curve=curve))
     return results

@@ -8,11 +8,13 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from prepared_corpus import only_corpus
@@ -1182,6 +1184,23 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     low, high = share_interval(hits(0.2)[0], ARTICLES)
     assert f"20.0 ({100 * low:.1f} to {100 * high:.1f})" in report.files["report.md"].decode()
     assert set(report.files) == {"report.md", "report.html", "report.json", "questions.parquet"}
+
+
+def test_bm25_stands_once_where_every_variant_measures_it(write):
+    study = load_study(write({}, variants=STUDY["variants"][::2], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    records = {}
+    for key, step in plan.steps.items():
+        report = {"passages_written": 9, "rows": [], "ranks": []}
+        for system in ("x", "bm25") if step.stage == "evaluate" else ():
+            part = fake(0.2, 1, system)
+            report |= {name: report[name] + part[name] for name in ("rows", "ranks")}
+        records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+    names = [one.name for one in variant_results(study, plan, records)]
+    assert names == ["mean", "BM25", "untrained"]
+    ranks = pq.read_table(BytesIO(make_report(study, plan, records).files["questions.parquet"])).to_pylist()
+    keys = [(row["system"], row["seed"], row["question_id"]) for row in ranks]
+    assert len(keys) == len({*keys}) == 30
 
 
 def test_the_page_shows_every_character_and_column_of_a_name_with_marks(write):
