@@ -332,7 +332,8 @@ class _Endpoints:
     ) -> EndpointRequest[SearchResponse]:
         """Return the best `k` passages of each query: one text, texts, or vectors_QD of the index's encoder; of those
         passages that pass a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores
-        by BM25 + w x dense, "off" by the dense score alone; absent: as the server's run file says."""
+        by BM25 + w x dense, "rrf" by the ranks in both, "off" by the dense score alone; absent: as the server's run
+        file says."""
         body = schemas.validate(
             schemas.SearchRequest,
             queries=_texts("queries", queries.tolist() if hasattr(queries, "tolist") else queries),

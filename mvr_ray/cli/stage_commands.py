@@ -209,7 +209,7 @@ def study(
     """Run a grid of variants and write its report.
 
     `study configs/studies/mvr-views.yaml size=quick`, only=REGEX for the variants whose names have a match, and
-    earlier=DIR for those that a report made elsewhere has
+    earlier=DIR for those that a report made elsewhere has.
     """
     usage = "give study files, size=quick|gpu|paper, only=REGEX, earlier=DIR, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
