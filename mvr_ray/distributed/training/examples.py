@@ -58,7 +58,7 @@ class QuestionExamples:
         if not self._questions:
             raise DataError(
                 f"none of the {len(questions)} questions of {cfg.questions!r} has a positive passage in corpus "
-                f"{corpus.name!r}; prepare them from sources with passages"
+                f"{corpus.name!r}; name passages of it in positive_ids, or prepare questions whose source has passages"
             )
         if num_missing := len(questions) - len(pairs):
             log.warning("questions omitted without a positive in the corpus: %d of %d", num_missing, len(questions))
