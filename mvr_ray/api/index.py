@@ -56,7 +56,7 @@ class Index:
     is searched and shown after `close`, or by another `Index.open`.
 
     In a Ray session of yours, `close` an index that is searched on Ray before `ray.shutdown`: Ray ends the process if
-    threads of the index call it meanwhile. The next search opens the shards again, in the session of then.
+    threads of the index call it meanwhile. The next search opens the shards again, in the session that is there then.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -558,7 +558,7 @@ class Index:
                 self._open_router.move_to(None)
 
     def _close_lost(self) -> None:
-        """Close a router whose searchers ended with the Ray session of their time, as by the caller's ray.shutdown."""
+        """Close a router whose searchers ended with their Ray session, as after the caller's ray.shutdown."""
         if self._open_router is not None and self._open_router.searchers.is_lost:
             self._open_router = None
             self._open.close()
