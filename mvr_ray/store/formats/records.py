@@ -123,7 +123,7 @@ def passage_record(
     try:
         name = _id(id_)
         body = _text(text, "text")
-        heading = _text(title, "title", may_be_empty=True)
+        heading = _text("" if title is None else title, "title", may_be_empty=True)
     except ValueError as error:
         return BadRow(where, str(error))
     return PassageRecord(Passage(name, heading, body), where, repeats, extras)
@@ -212,8 +212,6 @@ def _id(value: Any) -> str:
 
 
 def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
-    if value is None and may_be_empty:
-        return ""
     if not isinstance(value, str):
         raise ValueError(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
