@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.errors import MissingInputError
-from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record, question_record
+from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, is_id, passage_record, question_record
 from mvr_ray.store.formats.text_files import Row, json_lines, open_text, separated_rows
 from mvr_ray.store.formats.trec import read_qrels
 
@@ -53,7 +53,7 @@ class JudgedFolder(NamedTuple):
             id_, text = row.values
             own = judgements.get(str(id_), {})
             grades = {passage: grade for passage, grade in own.items() if grade > 0}
-            if grades:
+            if grades or not is_id(id_):  # which makes a bad row
                 yield question_record(
                     id_, text, row.where, positive_ids=list(grades), positive_grades=tuple(grades.values())
                 )
@@ -91,7 +91,8 @@ def _read_documents(path: Path) -> Iterator[Record]:
             yield row
             continue
         title, text = row.values.get("title"), row.values.get("text")
-        if isinstance(text, str) and not text.strip() and isinstance(title, str):
+        is_empty = not text.strip() if isinstance(text, str) else text is None and "text" in row.values
+        if is_empty and isinstance(title, str):
             text = title
         extras = {key: value for key, value in row.values.items() if key not in ("_id", "title", "text", "metadata")}
         if isinstance(metadata := row.values.get("metadata"), dict):

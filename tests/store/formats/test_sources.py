@@ -437,8 +437,11 @@ def beir(write: Write) -> Path:
         {"_id": "d1", "title": "T", "text": "one"},
         {"_id": "d2", "title": "only title", "text": ""},
         {"_id": "d3", "title": "", "text": ""},
+        {"_id": "d4", "title": "title beside null", "text": None},
+        {"_id": "d5", "title": "T", "body": "under another name"},
     ]
     queries = [{"_id": "q1", "text": "first"}, {"_id": "q2", "text": "second"}, {"_id": 3, "text": "third"}]
+    queries.append({"id": "q1", "text": "its id has another name"})
     write("beir/corpus.jsonl", "".join(json.dumps(row) + "\n" for row in corpus))
     write("beir/queries.jsonl", "\n".join(json.dumps(row) for row in queries))
     write("beir/qrels/dev.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t1\nq1\td3\t0\n3\td2\t1\n")
@@ -447,12 +450,19 @@ def beir(write: Write) -> Path:
 
 def test_beir(beir: Path):
     records = read(beir, split="dev")
-    assert passages(records) == [Passage("d1", "T", "one"), Passage("d2", "only title", "only title")]
+    assert passages(records) == [
+        Passage("d1", "T", "one"),
+        *(Passage(name, title, title) for name, title in (("d2", "only title"), ("d4", "title beside null"))),
+    ]
     assert questions(records) == [
         Question("q1", "first", (), ("d1", "d2"), positive_grades=(2, 1)),
         Question("3", "third", (), ("d2",)),
     ]
-    assert bad(records) == ["beir/corpus.jsonl:3: text is empty"]
+    assert bad(records) == [
+        "beir/corpus.jsonl:3: text is empty",
+        "beir/corpus.jsonl:5: text is missing",
+        "beir/queries.jsonl:4: id is missing",
+    ]
     assert [record.where[-1] for record in records if isinstance(record, DroppedRow)] == ["2"]
     assert format_of(SourceConfig(path=str(beir))) == "beir"
     with pytest.raises(MissingInputError, match=r"qrels/test\.tsv .*split"):
@@ -551,11 +561,12 @@ def test_jsonl_names_wrong_rows(write: Write):
         '{"question": "q", "answers": ["a"], "answer_starts": {"a": 1}}',
         '{"question": "q", "answers": ["a"], "answer_starts": true}',
         '{"question": "q", "answers": ["a"], "answer_starts": ["1"]}',
+        '{"question": "q", "answers": ["a", null]}',
         '{"id": "ok", "text": "fine"}',
     ]
     records = read(write("r.jsonl", "\n".join(lines)))
     assert len(passages(records)) == 1
-    assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 11)]
+    assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 12)]
 
 
 def test_summaries(write: Write):
