@@ -8,6 +8,7 @@ text.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -58,7 +59,7 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
         if not isinstance(extras, dict):
             yield BadRow(where, "the front matter between the lines `---` is not a mapping in YAML")
             return
-        title, text = str(extras.pop("title", None) or ""), text[match.end() :]
+        title, text = _as_written(extras.pop("title", None), front_matter), text[match.end() :]
     plain = plain_name(path)
     if not title and plain.suffix.lower() in MARKDOWN_ENDS and (heading := _HEADING.match(text)):
         title, text = _title_of(heading), text[heading.end() :]
@@ -68,6 +69,15 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
         return
     extras = {str(key): value for key, value in extras.items()}
     yield passage_record(name, title or plain.stem, text, where, extras=extras)
+
+
+def _as_written(title: Any, front_matter: str) -> str:
+    """Return the title of a front matter as its text has it: YAML reads `007`, `1:30` and `No` as 7, 90 and false."""
+    if title is None or isinstance(title, str):
+        return title or ""
+    members = yaml.compose(front_matter, yaml.SafeLoader).value
+    written = next(value.value for key, value in members if key.value == "title")
+    return written if isinstance(written, str) else str(title or "")
 
 
 def _title_of(heading: re.Match[str]) -> str:

@@ -870,6 +870,18 @@ def test_a_link_from_a_folder_of_texts_to_a_file_outside_is_a_bad_row(write: Wri
     assert [passage.text for passage in passages(records)].count("A text.") == 2 and len(records) == 4
 
 
+@pytest.mark.parametrize("title", ["007", "No", "1:30", "1_000", "1.10", "2024-02-28", "1e3"])
+def test_the_title_of_a_front_matter_is_as_written_whatever_yaml_reads_it_as(write: Write, title: str):
+    path = write("notes/a.md", f"---\ntitle: {title}  # 1\n---\n# Heading\nText.\n")
+    assert passages(read(path.parent)) == [Passage("a.md", title, "# Heading\nText.")]
+
+
+@pytest.mark.parametrize("title", ["", "~", "null", '""', "[]"])
+def test_a_title_of_nothing_in_a_front_matter_is_none(write: Write, title: str):
+    path = write("notes/a.md", f"---\ntitle: {title}\n---\n# Heading\nText.\n")
+    assert passages(read(path.parent)) == [Passage("a.md", "Heading", "Text.")]
+
+
 def test_a_heading_with_many_blanks_is_read_at_once(write: Write):
     blanks = 10_000 * " "
     path = write("notes/a.md", f"# a{blanks}b{blanks}##\ntext\n")
