@@ -74,8 +74,9 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
         raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
     rows: dict[str, QuestionHits] = {}
     for row in table.to_pylist():
-        own = rows.setdefault(row["question_id"], QuestionHits(row["question_id"], row["question"], []))
-        own.hits.append((row["passage_id"], row["has_answer"]))
+        name, text = str(row["question_id"]), row["question"]
+        own = rows.setdefault(name, QuestionHits(name, text.strip() if isinstance(text, str) else None, []))
+        own.hits.append((str(row["passage_id"]), row["has_answer"]))
     yield from rows.values()
 
 

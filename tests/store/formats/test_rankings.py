@@ -8,12 +8,14 @@ from pathlib import Path
 
 import ir_measures
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import DataError
+from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, read_ranking, write_ranking
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import Question
@@ -217,6 +219,15 @@ def test_a_ranking_of_others_reads_without_ids_titles_or_scores(tmp_path: Path):
     bare, full = row.passages
     assert (bare.id, bare.title, bare.text, math.isnan(bare.score), bare.has_answer) == ("7", "", "", True, None)
     assert (full.id[:4], full.text, full.score) == ("ctx-", "body", 2.0)
+
+
+def test_ids_that_are_numbers_are_the_same_ids_in_every_format_of_a_ranking(tmp_path: Path):
+    hits = {"question_id": 1, "question": " q ", "rank": [2, 1], "passage_id": [5, 7], "has_answer": None}
+    columns = {name: value if isinstance(value, list) else [value] * 2 for name, value in hits.items()}
+    pq.write_table(pa.table(columns), tmp_path / "r.parquet")
+    (tmp_path / "r.jsonl").write_text('{"id": 1, "question": "q", "hits": [{"id": 7}, {"id": 5}]}')
+    expected = [QuestionHits("1", "q", [("7", None), ("5", None)])]
+    assert [read_ranked_ids(tmp_path / name) for name in ("r.parquet", "r.jsonl")] == [expected] * 2
 
 
 FORMATS = "give a ranking as `mvr-ray retrieve` writes it with format=dpr, jsonl or pyserini"
