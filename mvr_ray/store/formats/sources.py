@@ -132,12 +132,15 @@ def source_files(source: SourceConfig) -> list[Path]:
 
 
 def _warn_of_others(source: SourceConfig, folder: Path) -> None:
-    """Warn of files of a folder of text that are left out, such as PDFs; of no images."""
+    """Warn of files of a folder of text that are left out, such as PDFs and data in its sub-folders; of no images."""
     files = (file for file in folder.rglob("*") if file.is_file() and not _is_text(file))
-    visible_files = (file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    visible_files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     ends = Counter(file.suffix.lower() or file.name for file in visible_files)
     if others := [f"{number} {end}" for end, number in ends.most_common() if end not in IMAGE_ENDS]:
-        log.warning("files left out of source %s: %s; %s", address_name(source.path), ", ".join(others), HOW_TO_CONVERT)
+        name, cure = address_name(source.path), HOW_TO_CONVERT
+        if data := next((file for file in visible_files if plain_name(file).suffix.lower() in DATA_ENDS), None):
+            cure = f"data is a source of its own, such as {name}/{data.relative_to(folder).as_posix()}; {cure}"
+        log.warning("files left out of source %s: %s; %s", name, ", ".join(others), cure)
 
 
 def format_of(source: SourceConfig) -> str:
@@ -170,7 +173,7 @@ def read_question_file(path: str | Path) -> list[Question]:
     that occur twice, are refused."""
     address, path = str(path), local_copy(str(path))
     name = copy_name(address, path)
-    if plain_name(path).suffix == ".txt":
+    if plain_name(path).suffix.lower() == ".txt":
         with name_address(address, path), open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
         records = [question_record(question_id(path, number - 1), text, f"{name}:{number}") for number, text in lines]

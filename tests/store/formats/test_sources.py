@@ -678,6 +678,7 @@ def test_a_question_file_may_be_plain_lines(write: Write):
         Question("ask-0", "who?"),
         Question("ask-2", "why?"),
     ]
+    assert read_question_file(write("ASK.TXT", "who?\n")) == [Question("ASK-0", "who?")]
     with pytest.raises(DataError, match="holds no question"):
         read_question_file(write("p.tsv", "1\ta\tA\n"))
     with pytest.raises(DataError, match=r"1 bad row, first: .*q\.jsonl:1"):
@@ -891,11 +892,14 @@ def test_a_heading_with_many_blanks_is_read_at_once(write: Write):
 
 
 def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCaptureFixture):
-    for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/corpus.jsonl.zst", "logo.png", ".git/index"):
+    for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/corpus.jsonl.zst", "logo.png", ".git/index", ".git/a.json"):
         write(f"docs/{name}", "text\n")
     folder = write("pdf/e.pdf", "%PDF").parent
     assert [passage.id for passage in passages(read(folder.parent / "docs"))] == ["a.md"]
     assert f"left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .zst; convert documents" in caplog.text
+    data = write("docs/data/train.parquet", "PAR1")
+    read(folder.parent / "docs")
+    assert f"; data is a source of its own, such as {data}; convert documents" in caplog.text
     with pytest.raises(DataError, match=r"from the name 'e\.pdf'; convert documents to \.txt or \.md first"):
         read(folder)
 
