@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -82,6 +83,12 @@ def test_a_file_in_any_order_and_pairs_give_the_same_shards(index: Index, tmp_pa
     other = Index.build(PASSAGES, vectors=file, path=tmp_path / "other", settings=SETTINGS)
     assert other.manifest.content_digest() == index.manifest.content_digest()
     assert other.manifest.shards == index.manifest.shards
+
+
+def test_vectors_belong_to_ids_of_every_type_that_passages_may_have(tmp_path: Path):
+    ids = [UUID(int=7), 8, np.int64(9), "p"]
+    index = Index.build([(one, f"Text {one}.") for one in ids], vectors=[(one, unit(D)) for one in ids], path=tmp_path)
+    assert {hit.id for hit in index.search(unit(1, D), k=9)[0]} == {str(one) for one in ids}
 
 
 def test_vectors_that_go_out_come_in_to_the_last_bit(index: Index, tmp_path: Path):

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.embeddings import Dtype, arrow_rows, join_small_blocks
+from mvr_ray.store.formats.records import is_id
 from mvr_ray.store.local_files import finished_file
 from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
 
@@ -96,7 +97,7 @@ def write_pairs(path: Path, vectors: Any) -> None:
             vectors_VD = np.atleast_2d(np.asarray(values, np.float32))
         is_matrix = vectors_VD.ndim == 2 and vectors_VD.size > 0
         fits = is_matrix and vectors_VD.shape[1] == (arrays or [vectors_VD])[0].shape[1]
-        if not fits or not isinstance(name, str | int | np.integer):
+        if not fits or not is_id(name):
             expected = f" of {arrays[0].shape[1]} numbers" if arrays else ""
             raise DataError(
                 f"vectors: pair {number} is {pair!r:.60}; give an id and a vector{expected}, or a row a view"
