@@ -104,6 +104,11 @@ def test_rows_without_ids_are_numbered_and_odd_names_are_found_by_length(initial
     assert report.fields == {"kind": "string"}
 
 
+def test_cells_are_numbers_only_where_no_digit_is_lost(initialize, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,text,month,count,share\n1,Rain.,2020_01,0,0.5\n2,Snow.,2020_02,,\n")
+    assert initialize("rows.csv")[2].fields == {"month": "string", "count": "int", "share": "float"}
+
+
 def test_ids_stay_where_few_repeat_and_a_repeat_is_named(tmp_path: Path) -> None:
     for ids, names, bad in ((["x", "x", "y"], {}, "id 'x' occurs at"), (["x", "x", "x", "y"], {"id": None}, "")):
         file = tmp_path / "own.jsonl"

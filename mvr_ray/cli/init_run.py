@@ -11,7 +11,6 @@ import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from mvr_ray.config import SourceConfig, check_field_name, load_run
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.chunks import word_spans
-from mvr_ray.store.fields import FieldReader, TextCell
+from mvr_ray.store.fields import FieldReader, TextCell, cell_number
 from mvr_ray.store.files import address_name
 from mvr_ray.store.formats.huggingface import dataset_rows
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS
@@ -256,18 +255,13 @@ def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
             check_field_name(name)
             for record in passages:
                 value = record.extras.get(name)
-                reader.read({name: _cell_value(value) if isinstance(value, TextCell) else value})
+                if isinstance(value, TextCell):
+                    value = cell_number(value) if value else None
+                reader.read({name: value})
         except ValueError:
             continue
         types |= reader.types
     return types
-
-
-def _cell_value(cell: str) -> Any:
-    for read in (int, float):
-        with suppress(ValueError):
-            return read(cell)
-    return str(cell) or None
 
 
 def _split(folder: Path, kind: str) -> str | None:

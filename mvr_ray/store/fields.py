@@ -15,7 +15,7 @@ A passage that lacks a field, or has null there, has null in the column.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -171,10 +171,16 @@ def _parse_cell(value: str, kind: str) -> Any:
     """Read a cell of a text file as a declared type; text that does not fit stays text."""
     if kind == "bool":
         return _BOOLS.get(value.strip().lower(), value)
-    for read in {"int": (int, float), "float": (float,)}.get(kind, ()):  # pandas writes an int beside a gap as 1958.0
+    return cell_number(value, {"int": (int, float), "float": (float,)}.get(kind, ()))
+
+
+def cell_number(cell: str, kinds: Sequence[Callable[[str], int | float]] = (int, float)) -> int | float | str:
+    """Read a cell as a number of the first kind that it fits, else as text: pandas writes an int beside a gap as
+    1958.0. `2020_01` is text, though Python reads it as 202001."""
+    for read in () if "_" in cell else kinds:
         with suppress(ValueError):
-            return read(value)
-    return str(value)
+            return read(cell)
+    return str(cell)
 
 
 def _type_of(value: Any) -> str | None:

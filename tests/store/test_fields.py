@@ -359,6 +359,12 @@ def test_a_cell_of_an_int_beside_a_gap_is_read_as_pandas_writes_it(tmp_path: Pat
         corpus_of(tmp_path / "other", write("rows.csv", "id,text,year\nw1,A.,1958.5\n"), fields={"year": "int"})
 
 
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_a_code_with_an_underscore_is_no_number(tmp_path: Path, write: Write, kind: str):
+    with pytest.raises(DataError, match=rf"'2020_01' is no {kind}"):
+        corpus_of(tmp_path, write("rows.csv", "id,text,month\nw1,A.,2020_01\n"), fields={"month": kind})
+
+
 def test_a_change_says_which_of_its_values_are_no_field_of_the_corpus_unless_none_is_to_be_kept(
     tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
 ):
