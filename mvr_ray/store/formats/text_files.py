@@ -103,17 +103,21 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     """Yield the rows of a separated file with a header, each as a dict by column. The columns id, title and text may be
     in any case.
 
-    Raises DataError for a header that is not UTF-8, lacks one of `columns` or has one twice.
+    Raises DataError for a header that is no row, is not UTF-8, lacks one of `columns` or has one twice.
     """
     rows = separated_rows(path, delimiter)
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} is empty; it needs a header and rows")
+    if isinstance(first, BadRow):
+        raise DataError(f"{first}; correct the header")
     header = _header(first)
     if delimiter == "," and len(header) == 1 and ";" in header[0]:
         raise DataError(f"{path}: its columns are separated by semicolons; save it with commas, or as .tsv")
     if any("\0" in name for name in header):
         raise DataError(f"{path} is not UTF-8, but perhaps UTF-16, as Excel's Unicode text is; save it as UTF-8")
+    if any("\udc80" <= char <= "\udcff" for name in header for char in name):  # bytes that `open_text` could not decode
+        raise DataError(f"{path} is not UTF-8 in its header, {', '.join(map(repr, header)):.200}; save it as UTF-8")
     missing = [name for name in columns if name not in header]
     if missing or len(set(header)) < len(header):
         problem, cure = "has a column twice", "Rename one of them"

@@ -651,6 +651,18 @@ def test_a_csv_header_that_cannot_be_used_is_reported_with_its_columns(write: Wr
     assert str(refusal.value).partition("/sources/")[2] == f"p.csv: the header {problem}"
 
 
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b'id,"text" x\n1,a\n', r"p.csv:1: not a row: ',' expected after '\"'; correct the header"),
+        ("id,text,région\n1,a,b\n".encode("latin-1"), r"p.csv is not UTF-8 in its header, .*gion'; save it as UTF-8"),
+    ],
+)
+def test_a_csv_header_that_cannot_be_read_is_refused(write: Write, header: bytes, problem: str):
+    with pytest.raises(DataError, match=problem):
+        read(write("p.csv", header))
+
+
 def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
     with pytest.raises(DataError, match=r"p.csv is not UTF-8, but perhaps UTF-16.*; save it as UTF-8"):
         read(write("p.csv", "id,text\n1,a\n".encode("utf-16")))
