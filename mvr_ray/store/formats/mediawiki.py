@@ -18,6 +18,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import category
 
 from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Tag, Text, Wikilink
 from mwparserfromhell.parser import CTokenizer, ParserError, tokens
@@ -278,9 +279,10 @@ def _link(link: Wikilink, hidden_names: frozenset[str]) -> Iterator[str]:
 
 
 def _character(entity: HTMLEntity) -> str:
-    """Return the character of an entity; one that no text can hold stays as written."""
+    """Return the character of an entity, nothing for a soft hyphen; one that no text can hold stays as written."""
     char = entity.normalize()
-    return char if char.isprintable() or char.isspace() else "" if char == "\xad" else str(entity)
+    is_text = char.isprintable() or char.isspace() or category(char) == "Cf"  # as &zwnj; and &rlm; are
+    return "" if char == "\xad" else char if is_text else str(entity)
 
 
 def _level(line: str) -> int:

@@ -396,6 +396,7 @@ def test_files_and_categories_in_the_language_of_the_wiki_are_removed(write: Wri
         ("x''''bold'''", "x'bold"),
         ("''open <ref>''x</ref> end", "open end"),
         ("a&nbsp;&lt;b &amp; c&shy;d &#7;", "a <b & cd &#7;"),
+        ("می&zwnj;خواهم &rlm;a&#8203;b", "می\u200cخواهم \u200fa\u200bb"),
         ("== H ==\n=== S ===\nline\n== Empty ==\n{{reflist}}", "H\nS\nline"),
         ("* a\n** ''b''\n# [[c]]s\n; t : d\n* {{cite}}.", "a\nb\ncs\nt d"),
         ("[[a|b]] [[:Category:X]] [[File:x|thumb|[[y]]]] [http://x z] [http://x] http://w", "b Category:X z http://w"),
