@@ -66,6 +66,8 @@ NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
 """Formats whose fields a source may name (`SourceConfig.fields`)."""
 LINE_KEYS = ("id", "_id", "text", "contents", "question")
 """Keys by which a whole object on the first line of a `.json` file is a row, also if an object is its first value."""
+MAX_ROW_CHARS = 1 << 24
+"""A longer first line of a `.json` file is that of one object, which may be larger than the memory, and no row."""
 DATA_ENDS = (".parquet", ".tsv", ".csv", ".jsonl", ".ndjson", ".json")
 DOCUMENT_ENDS = (".pdf", ".docx", ".doc", ".pptx", ".odt", ".rtf", ".epub", ".html", ".htm", ".rst", ".tex")
 IMAGE_ENDS = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".ico")
@@ -292,11 +294,12 @@ def _detect_tsv(file: Path) -> str:
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 
-def _first_row(file: Path) -> dict[str, Any]:
-    """Return the object on the first line that is not blank; an empty one where there is none."""
+def _first_row(file: Path, max_chars: int = -1) -> dict[str, Any]:
+    """Return the object on the first line that is not blank; an empty one where there is none, or it is longer."""
     with open_text(file) as text:
+        lines = iter(partial(text.readline, max_chars), "")
         try:
-            row = json.loads(next((line for line in text if line.strip()), ""))
+            row = json.loads(next(filter(str.strip, lines), ""))
         except (ValueError, RecursionError):
             row = {}
     return row if isinstance(row, dict) else {}
@@ -321,6 +324,6 @@ def _detect_json(file: Path, has_names: bool) -> str:
         if key in ("data", "version"):
             return "squad"
         has_summaries = not key or reader.peek() == "{"
-    row = _first_row(file)
+    row = _first_row(file, MAX_ROW_CHARS)
     is_line = row and (not has_summaries or any(isinstance(row.get(key), str | int) for key in LINE_KEYS))
     return _detect_lines(row, has_names) if is_line else "summaries"

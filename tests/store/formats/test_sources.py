@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.fields import FieldReader
+from mvr_ray.store.formats import sources
 from mvr_ray.store.formats.records import NUMBERED_ROWS, BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
 from mvr_ray.store.formats.sources import format_of, read_question_file, read_source
 from mvr_ray.types import Passage, Question
@@ -567,6 +568,15 @@ def test_jsonl_names_wrong_rows(write: Write):
     records = read(write("r.jsonl", "\n".join(lines)))
     assert len(passages(records)) == 1
     assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 12)]
+
+
+@pytest.mark.parametrize(("num_chars", "format"), [(10, "jsonl"), (1000, "summaries")])
+def test_a_first_line_of_json_that_is_too_long_for_a_row_is_not_read_whole(
+    write: Write, monkeypatch: pytest.MonkeyPatch, num_chars: int, format: str
+):
+    monkeypatch.setattr(sources, "MAX_ROW_CHARS", 1000)
+    path = write("s.json", f"\n{json.dumps({'Nile': {}, 'text': 'x' * num_chars})}")
+    assert format_of(SourceConfig(path=str(path))) == format
 
 
 def test_summaries(write: Write):
