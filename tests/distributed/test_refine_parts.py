@@ -185,7 +185,7 @@ def test_a_gate_of_labelled_questions_only_is_refused():
 
 def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_path):
     questions = [Question("q1", "who is it?", ("x",)), Question("q2", "and where?", ())]
-    rows = [("q1", "p1", 1), ("and where?", "p2", -1), ("a new one", "p9", 1), ("a new one", "p3", 1), ("q1", "p1", 1)]
+    rows = [("q1", "p1", 1), (" and where?\n", "p2", -1), ("a new one", "p9", 1), (" a new one", 3, 1), ("q1", "p1", 1)]
     file = tmp_path / "clicks.jsonl"
     file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows) + "\n\n")
     labels = read_feedback(file, questions, set)
@@ -193,10 +193,10 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
         ("who is it?", "p1", True),
         ("and where?", "p2", False),
         ("a new one", "p9", True),
-        ("a new one", "p3", True),
+        ("a new one", "3", True),
     ]
     assert labels[0][0] is questions[0]
-    assert labels[2][0].positive_ids == ("p3", "p9")
+    assert labels[2][0].positive_ids == ("3", "p9")
 
 
 def test_judged_questions_are_called_feedback_whatever_set_stands_beside_them(tmp_path):
@@ -259,7 +259,8 @@ def test_drawn_pairs_are_counted_in_the_log(tmp_path, caplog):
         ("[1]", r"clicks.jsonl:2: not a JSON object"),
         ('{"question": "q", "label": 1}', r"clicks.jsonl:2: a line is"),
         ('{"question": "q", "passage_id": "p", "label": 0}', r"clicks.jsonl:2: label is 1 .* given 0"),
-        ('{"question": " ", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question and passage_id"),
+        ('{"question": " ", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question is a text with words, and"),
+        ('{"question": "q", "passage_id": 1.5, "label": 1}', r"clicks.jsonl:2: .* passage_id a text or a whole number"),
         ('{"question": "\\ud800", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question is not valid UTF-8"),
         ('{"question": "q", "passage_id": "\\ud800", "label": 1}', r"clicks.jsonl:2: passage_id is not valid UTF-8"),
         ('{"question": "good", "passage_id": "p", "label": -1}', r"no feedback.*judged 1 as often as -1"),

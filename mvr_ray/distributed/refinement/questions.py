@@ -19,7 +19,7 @@ from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.records import BadRow, is_id
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
@@ -211,7 +211,8 @@ def read_feedback(
     votes: dict[tuple[Question | str, str], int] = {}
     for row in json_lines(path):
         key, passage_id, label = _judgement(row)
-        pair = by_key.get(key, key), passage_id
+        text = key.strip()  # as texts of stored questions are
+        pair = by_key.get(key) or by_key.get(text, text), passage_id
         votes[pair] = votes.get(pair, 0) + label
     labels = {pair: total > 0 for pair, total in votes.items() if total}
     if len(labels) < len(votes):
@@ -251,8 +252,10 @@ def _judgement(row: Row | BadRow) -> tuple[str, str, int]:
     if {"question", "passage_id", "label"} - row.values.keys():
         raise DataError(f"{row.where}: a line is {FEEDBACK_LINE}, this one is {row.values!r:.120}")
     question, passage_id, label = row.values["question"], row.values["passage_id"], row.values["label"]
-    if not isinstance(question, str) or not question.strip() or not isinstance(passage_id, str):
-        raise DataError(f"{row.where}: question and passage_id must be non-empty text, given {row.values!r:.120}")
+    if not isinstance(question, str) or not question.strip() or not is_id(passage_id):
+        rule = "question is a text with words, and passage_id a text or a whole number"
+        raise DataError(f"{row.where}: {rule}, given {row.values!r:.120}")
+    passage_id = str(passage_id)
     for name, text in (("question", question), ("passage_id", passage_id)):
         try:
             text.encode()
