@@ -204,7 +204,14 @@ def test_a_file_of_other_columns_is_refused(index: Index, tmp_path: Path):
         ({"passage_id": ["p1"], "view": ["0"], "vector": [[1.0]]}, "view and vector are string"),
         ({"passage_id": ["p1"], "view": [0], "vector": [[1]]}, "vector are int64 and list"),
         ({"passage_id": ["p1", "p2"], "view": [0, 0], "vector": [[1.0], [0.0, 1.0]]}, "vectors of 1, 2 numbers"),
-        ({"passage_id": ["p1", None], "view": [0, 0], "vector": [[1.0], [1.0]]}, "give each row an id"),
+        (
+            {"passage_id": ["p1", None], "view": [0, 0], "vector": [[1.0], [1.0]]},
+            "1 numbers, and 1 null; give each row",
+        ),
+        (
+            {"passage_id": ["p1", "p2"], "view": [0, 0], "vector": pa.array([[1.0], None], pa.list_(pa.float32(), 1))},
+            "1 numbers, and 1 null; give each row an id, a view and equally many",
+        ),
         ({"passage_id": ["p1"], "view": [0], "vector": [[1.0, None]]}, "'p1' has a number that is missing"),
         ({"passage_id": ["p1"], "view": [-1], "vector": [[1.0] + [0.0] * (D - 1)]}, "a view outside 0..7"),
     ):

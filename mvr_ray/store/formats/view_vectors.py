@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import DataError, MissingInputError, count_noun
 from mvr_ray.store.embeddings import Dtype, arrow_rows, join_small_blocks
 from mvr_ray.store.formats.records import is_id
 from mvr_ray.store.local_files import finished_file
@@ -55,9 +55,13 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
             f"floating-point numbers): {error}"
         ) from None
     dimensions = np.unique(np.diff(vectors_N.offsets)).tolist()
-    if ids_N.null_count or views_N.null_count or len(dimensions) != 1 or not dimensions[0]:
-        lengths = ", ".join(map(str, dimensions[:5])) or "no"
-        raise DataError(f"{path.name}: vectors of {lengths} numbers; give each row an id, a view and equally many")
+    num_nulls = ids_N.null_count + views_N.null_count + vectors_N.null_count
+    if num_nulls or len(dimensions) != 1 or not dimensions[0]:
+        lengths, nulls = ", ".join(map(str, dimensions[:5])) or "no", f", and {count_noun(num_nulls, 'null')}"
+        raise DataError(
+            f"{path.name}: vectors of {lengths} numbers{nulls * bool(num_nulls)}; give each row an id, a view and "
+            f"equally many"
+        )
     rows = pa.table({"id": ids_N, "view": views_N, "row": arrow_rows(np.arange(len(ids_N)))})
     rows = rows.sort_by([("id", "ascending"), ("view", "ascending")])
     ids, numbers_N = rows["id"].to_pylist(), rows["view"].to_numpy()
