@@ -76,8 +76,8 @@ def _as_written(title: Any, front_matter: str) -> str:
     if title is None or isinstance(title, str):
         return title or ""
     members = yaml.compose(front_matter, yaml.SafeLoader).value
-    written = next(value.value for key, value in members if key.value == "title")
-    return written if isinstance(written, str) else str(title or "")
+    value = next(node.value for key, node in members if key.value == "title")
+    return value if isinstance(value, str) else str(title or "")
 
 
 def _title_of(heading: re.Match[str]) -> str:
