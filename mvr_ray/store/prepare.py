@@ -159,6 +159,8 @@ class _Preparation:
         self.cfg, self.folder, self.progress, self.match = cfg, folder, progress, match
         self.bad = BadRows(cfg.max_bad_rows)
         self.fields = FieldReader(cfg.fields)
+        self.value_names: set[str] = set()
+        """Names of what passages have besides their own parts."""
         self.passages = ShardSpill(folder / "read", cfg.num_shards, self.fields.types)
         self.sets: dict[str, list[QuestionRecord]] = {one.questions: [] for one in cfg.sources if one.questions}
         self.origin_of: dict[tuple[str, str], _Origin] = {}
@@ -194,6 +196,11 @@ class _Preparation:
         self.progress("rows read", count, count)
         if self.fields.infers:  # the corpus does not depend on the order of the fields in the sources
             self.passages.types = dict(sorted(self.fields.types.items()))
+        absent_names = sorted(self.fields.types.keys() - self.value_names)
+        if absent_names and self.passages.num_added:
+            names = ", ".join(sorted(self.value_names - self.fields.types.keys())[:NUM_NAMED]) or "no others"
+            message = "no passage has %s of prepare.fields, which is null in all; correct the name (passages have: %s)"
+            log.warning(message, ", ".join(absent_names), names)
         self._leave_out_questions()
 
     def _add(self, record: Record, source: SourceConfig, left_out_ids: set[str]) -> None:
@@ -202,6 +209,7 @@ class _Preparation:
             case PassageRecord(passage) if not _is_sampled(source, passage):
                 left_out_ids.add(passage.id)
             case PassageRecord():
+                self.value_names.update(record.extras)
                 record = with_fields(record, self.fields.read)
                 self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
             case QuestionRecord(question, where):

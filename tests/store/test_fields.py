@@ -254,6 +254,15 @@ def test_a_field_whose_values_share_no_type_is_a_bad_row_in_either_order(tmp_pat
             corpus_of(tmp_path, source, fields="infer")
 
 
+def test_a_field_that_no_passage_has_is_named_with_what_they_have(
+    tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
+):
+    source = write("rows.jsonl", lines(row("p1", year=None, meta={"size": 1}), row("p2", tags=["a"])))
+    corpus_of(tmp_path, source, fields={"year": "int", "meta.size": "int", "tag": "string"})
+    absent = "no passage has meta.size, tag of prepare.fields, which is null in all"
+    assert caplog.messages == [f"{absent}; correct the name (passages have: meta, tags)"]
+
+
 def test_a_field_of_values_that_no_type_holds_is_left_out_with_one_warning(
     tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
 ):
