@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 
 import ir_measures
 import numpy as np
@@ -86,6 +87,16 @@ def test_the_interval_of_independent_questions_is_near_the_normal_one_and_repeat
     assert interval.high == pytest.approx(0.7 + half, abs=0.004)
     assert cluster_interval(values, alone, seed=1, num=4000) == interval
     assert cluster_interval(values, alone, seed=2, num=4000) != interval
+
+
+def test_the_memory_of_an_interval_does_not_grow_with_the_longest_title():
+    values, titles = np.arange(500) % 2, ["x" * 100_000, *(f"title {number}" for number in range(499))]
+    short_titles = ["x", *titles[1:]]
+    tracemalloc.start()
+    interval = cluster_interval(values, titles)
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    tracemalloc.stop()
+    assert interval == cluster_interval(values, short_titles)
 
 
 @pytest.mark.parametrize("num_articles", [12, 36])

@@ -184,7 +184,8 @@ def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, Flo
     values_Q = np.asarray(values_Q, np.float64)
     assert len(values_Q) == len(groups_Q), "every value has a group"
     assert len(values_Q), "an interval over no questions"
-    group_Q = np.unique(np.asarray(groups_Q), return_inverse=True)[1]
+    number_of = {name: number for number, name in enumerate(sorted({*groups_Q}))}
+    group_Q = np.array([number_of[name] for name in groups_Q])  # numpy would give each name the longest one's bytes
     if not group_Q.any():
         return values_Q, np.ones(len(values_Q))
     return np.bincount(group_Q, values_Q).astype(np.float64), np.bincount(group_Q).astype(np.float64)
