@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from unicodedata import category
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -166,7 +167,8 @@ class PrepareConfig(Section):
 
 def check_field_name(name: Any) -> None:
     """Raise ValueError for a name that no field of a passage can have."""
-    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name):
+    letters = [char for char in str(name) if category(char) not in ("Mn", "Mc")]  # marks belong to letters, as in Thai
+    if not isinstance(name, str) or len(name) > 100 or not re.fullmatch(r"\w[\w.-]*", "".join(letters)):
         raise ValueError(f"{name!r:.120} cannot name a field: use letters, digits and . _ -, 100 at most")
     if name in NOT_FIELDS:
         raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")

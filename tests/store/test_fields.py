@@ -24,7 +24,7 @@ from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.fields import ARROW_TYPES, FieldReader, parse_field, to_json
 from mvr_ray.store.files import Store
-from mvr_ray.store.filters import to_plain_filter
+from mvr_ray.store.filters import parse_filter, to_plain_filter
 from mvr_ray.store.formats.records import deletion_record, passage_record
 from mvr_ray.store.formats.rows import write_jsonl
 from mvr_ray.store.prepare import prepare
@@ -284,6 +284,14 @@ def test_a_name_that_no_field_can_have_is_left_out_with_one_warning(
         "'and'",
         "'Unnamed: 0'",
     ]
+
+
+@pytest.mark.parametrize("name", ["ปี", "वर्ष", "année", "annee\u0301", "年", "سَنَة"])
+def test_a_name_in_any_script_names_a_field(tmp_path: Path, write: Write, name: str):
+    corpus = corpus_of(tmp_path, write("rows.csv", f"id,text,{name}\np1,A.,1958\np2,B.,\n"), fields={name: "int"})
+    assert [passage.id for passage in corpus.scan(parse_filter({name: 1958}, corpus.fields))] == ["p1"]
+    inferred = corpus_of(tmp_path / "other", write("rows.jsonl", lines(row("p1", **{name: 1}))), fields="infer")
+    assert inferred.fields == {name: "int"}
 
 
 def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
