@@ -10,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from mvr_ray.config import SourceConfig
+from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.files import address_name, copy_name, local_copy, name_address
 from mvr_ray.store.formats.dpr import read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
@@ -73,6 +76,7 @@ DOCUMENT_ENDS = (".pdf", ".docx", ".doc", ".pptx", ".odt", ".rtf", ".epub", ".ht
 IMAGE_ENDS = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".ico")
 COMPRESSED_ENDS = (".zst", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
 HOW_TO_CONVERT = "convert documents to .txt or .md first (pandoc, pdftotext)"
+_IN_SENTENCES = regex.compile(rf"[ {SPACELESS}]")
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
@@ -284,12 +288,12 @@ def _detect_format(file: Path, source: SourceConfig, has_names: bool = False) ->
 def _detect_tsv(file: Path) -> str:
     """Detect the format of a TSV file. Two columns are MS MARCO's; a header with id and text in any case, other than
     DPR's, with question or the names of a training row is that of a table; triples are named so, and their first column
-    is no id, since it has blanks."""
+    is no id, since it has blanks or is in a script without them."""
     columns = first_cells(file)
     is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
     if (is_table or is_training_row(dict.fromkeys(columns).keys())) and columns[:3] != ["id", "text", "title"]:
         return "tsv"
-    if "triples" in file.name.lower() and " " in "".join(columns[:1]):
+    if "triples" in file.name.lower() and _IN_SENTENCES.search("".join(columns[:1])):
         return "triples"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 

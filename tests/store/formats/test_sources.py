@@ -363,6 +363,9 @@ def test_cells_of_several_words_are_triples_in_a_file_that_says_so_alone(write: 
     assert passages(read(write("cities.tsv", city))) == [Passage("New York", "New York", "A city.")]
     assert len(questions(read(write("Triples.tsv.gz", gzip.compress(city.encode()))))) == 1
     assert format_of(SourceConfig(path=str(write("qidpidtriples.tsv", "1\t2\t3\n")))) == "dpr_tsv"
+    for question in ("尼罗河有多长？", "แม่น้ำไนล์ยาวเท่าไร"):  # in scripts without blanks
+        [record] = questions(read(write("triples.zh.tsv", f"{question}\t6650公里。\t勃朗峰很高。\n")))
+        assert record.text == question
 
 
 def test_training_rows_of_tevatron_keep_their_ids(write: Write):
