@@ -290,8 +290,8 @@ def test_a_name_that_no_field_can_have_is_left_out_with_one_warning(
 def test_a_name_in_any_script_names_a_field(tmp_path: Path, write: Write, name: str):
     corpus = corpus_of(tmp_path, write("rows.csv", f"id,text,{name}\np1,A.,1958\np2,B.,\n"), fields={name: "int"})
     assert [passage.id for passage in corpus.scan(parse_filter({name: 1958}, corpus.fields))] == ["p1"]
-    inferred = corpus_of(tmp_path / "other", write("rows.jsonl", lines(row("p1", **{name: 1}))), fields="infer")
-    assert inferred.fields == {name: "int"}
+    without_types = corpus_of(tmp_path / "other", write("rows.jsonl", lines(row("p1", **{name: 1}))), fields="infer")
+    assert without_types.fields == {name: "int"}
 
 
 def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
