@@ -77,7 +77,8 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
             try:
                 values = DECODER.decode(line)
             except (ValueError, RecursionError) as error:
-                yield BadRow(where, f"not valid JSON: {error}")
+                hint = "; it holds NULs, as UTF-16 does: save it as UTF-8" * ("\0" in line)
+                yield BadRow(where, f"not valid JSON: {error}{hint}")
                 continue
             yield Row(values, where) if isinstance(values, dict) else BadRow(where, "not a JSON object")
 

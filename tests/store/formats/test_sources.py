@@ -676,6 +676,12 @@ def test_a_csv_header_that_cannot_be_read_is_refused(write: Write, header: bytes
         read(write("p.csv", header))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_lines_of_json_in_utf_16_are_refused_as_such(write: Write, encoding: str):
+    records = read(write("p.jsonl", '{"id": "1", "text": "a"}\n'.encode(encoding)))
+    assert bad(records)[0].endswith("; it holds NULs, as UTF-16 does: save it as UTF-8")
+
+
 def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
     with pytest.raises(DataError, match=r"p.csv is not UTF-8, but perhaps UTF-16.*; save it as UTF-8"):
         read(write("p.csv", "id,text\n1,a\n".encode("utf-16")))
