@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from mvr_ray.config import RunConfig, SourceConfig, load_run, parse_run, resolve_model, resolve_path
+from mvr_ray.config.loader import write_yaml
 from mvr_ray.errors import ConfigError
 
 
@@ -70,6 +71,17 @@ def test_an_override_of_one_alias_leaves_the_others(run_file) -> None:
 
 def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
     assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
+
+
+def test_a_written_run_is_read_as_the_same(run_file) -> None:
+    """YAML forgets that 1e5 is a number, this package does not."""
+    plain = {
+        "index": {"name": "1e5", "encoder": "12e45678"},
+        "train": {"lr": 1e-5},
+        "prepare": {"fields": {"2e3": "int"}},
+    }
+    run = RunConfig.model_validate(plain)
+    assert load_run(run_file(write_yaml(run.model_dump(mode="json")))) == run
 
 
 @pytest.mark.parametrize("value", ["off", '"off"', "null"])

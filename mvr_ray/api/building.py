@@ -5,13 +5,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mvr_ray.api import rows
 from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.run_settings import absolute, sections, with_settings
 from mvr_ray.config import RunConfig, parse_run
-from mvr_ray.config.loader import PACKAGED_MODEL
+from mvr_ray.config.loader import PACKAGED_MODEL, write_yaml
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -76,7 +74,7 @@ def build(
     if vectors is not None:
         run = with_settings(run, index={"encoder": manifest.encoder_fingerprint})
     own_settings = run.model_dump(mode="json", exclude_unset=True)
-    run_file = without_keys(yaml.safe_dump(own_settings, sort_keys=False, allow_unicode=True))
+    run_file = without_keys(write_yaml(own_settings))
     store.write_bytes(paths.RUN_FILE, run_file.encode())
     return run
 

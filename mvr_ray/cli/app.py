@@ -114,9 +114,9 @@ def load_run(
     if as_json:
         print_json(plain)
     else:
-        import yaml
+        from mvr_ray.config.loader import write_yaml
 
-        write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        write(write_yaml(plain))
     raise typer.Exit
 
 

@@ -51,6 +51,18 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """YAML for `_Loader`: a text such as 1e-5 has quotes."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def write_yaml(data: Any) -> str:
+    """Write data as a YAML text that `parse_yaml` reads as the same."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def parse_yaml(text: str) -> Any:
     """Parse a YAML text. Raises yaml.YAMLError for invalid YAML, ConfigError for an invalid or repeated key."""
     try:

@@ -23,11 +23,11 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel
 
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig
+from mvr_ray.config.loader import write_yaml
 from mvr_ray.errors import MvrRayError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store, without_keys
@@ -58,7 +58,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     new_folders, is_refused = store.missing_folders(), False
     start = datetime.datetime.now(datetime.UTC)
     run_record = RunRecord("")
-    config = without_keys(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+    config = without_keys(write_yaml(run.model_dump(mode="json")))
     try:
         run_record.folder = _create_folder(store, start, stage, config.encode())
     except StorageError as error:
