@@ -501,7 +501,7 @@ def test_a_full_disk_when_the_work_is_done_does_not_ask_for_it_again(
     assert "again" not in message
 
 
-@pytest.mark.parametrize("stage", ["retrieve", "evaluate", "analyze", "read"])
+@pytest.mark.parametrize("stage", ["retrieve", "evaluate", "analyze", "read", "tune"])
 def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_cannot_be_written(
     tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,7 +34,7 @@ from mvr_ray.store.files import Store, without_keys
 
 log = logging.getLogger(__name__)
 
-READING_STAGES = frozenset({"retrieve", "evaluate", "analyze", "read"})
+READING_STAGES = frozenset({"retrieve", "evaluate", "analyze", "read", "tune"})
 """Stages that write only their record into the store; if it cannot be written, they run without one."""
 
 
