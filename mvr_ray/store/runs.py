@@ -2,7 +2,7 @@
 
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
-    <store>/runs/<time>-<stage>/log            the package's log lines
+    <store>/runs/<time>-<stage>/log            the package's log lines, in UTC as all times of a record
     <store>/runs/<time>-<stage>/metrics.jsonl        of `train`: the metrics of its steps
     <store>/runs/<time>-<stage>/questions.parquet    of `evaluate` and `analyze`: the ranks of every question
     <store>/runs/<time>-<stage>/views.parquet        of `analyze`: what views do for every question
@@ -107,7 +107,9 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
 def _write_log(lines: io.StringIO) -> Iterator[None]:
     """Write the package's log lines, from INFO on, to `lines`."""
     handler, logger = logging.StreamHandler(lines), logging.getLogger("mvr_ray")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from threading import Barrier
 
@@ -33,6 +35,21 @@ def test_a_log_line_that_utf8_cannot_encode_is_recorded_with_escapes(tmp_path: P
     with record(RunConfig.model_validate({"store": {"path": str(tmp_path)}}), "prepare") as run_record:
         logging.getLogger("mvr_ray").warning("bad row: \udcff.jsonl é")
     assert (tmp_path / run_record.folder / "log").read_text().endswith("bad row: \\udcff.jsonl é\n")
+
+
+def test_a_record_has_all_times_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("mvr_ray"), "propagate", False)
+    monkeypatch.setenv("TZ", "XYZ-5:30")
+    time.tzset()
+    try:
+        with record(RunConfig.model_validate({"store": {"path": str(tmp_path)}}), "prepare") as run_record:
+            logging.getLogger("mvr_ray").warning("now")
+    finally:
+        monkeypatch.delenv("TZ")
+        time.tzset()
+    start = datetime.fromisoformat(json.loads((tmp_path / run_record.folder / "report.json").read_text())["started"])
+    line_time = (tmp_path / run_record.folder / "log").read_text()[:19]
+    assert abs(datetime.fromisoformat(f"{line_time}+00:00") - start) < timedelta(minutes=5)
 
 
 def test_a_record_has_addresses_without_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
