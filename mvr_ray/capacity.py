@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mvr_ray.checksums import parse_json
-from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
+from mvr_ray.config import IndexConfig, RunConfig, resolve_path
 from mvr_ray.config.loader import PACKAGED_FOLDER, PACKAGED_MODEL
 from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
@@ -34,7 +34,8 @@ from mvr_ray.index.base import IndexParams, default_factory, num_trained_on
 from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import BATCH_PASSAGES
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, local_copy
+from mvr_ray.store.formats.view_vectors import vector_dimension
 from mvr_ray.store.questions import read_questions
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     model = backbone_sizes(run.encoder.backbone)
     shard = _shard_sizes(run, model, passages, feedback_views, passage_bytes)
     lines = [*_disk_lines(run, model, shard, passage_bytes), *_process_lines(run, model, shard)]
+    if run.index.vectors is not None:  # no model runs
+        lines = [line for line in lines if not line.what.startswith("encoder")]
     return Plan(passages, passages * shard.views, shard.dimension, shard.views, run.prepare.num_shards, lines)
 
 
@@ -182,8 +185,8 @@ def _shard_sizes(
 ) -> ShardSizes:
     shards, dimension, views = (
         run.prepare.num_shards,
-        run.encoder.truncate_dim or model.dimension(run.encoder.strategy == "pooling"),
-        _num_views(run.encoder),
+        _dimension(run, model),
+        _num_views(run),
     )
     on_shard, num_added = math.ceil(passages / shards), math.ceil(feedback_views / shards)
     vectors = on_shard * views
@@ -362,8 +365,15 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
     return min(most, len(questions) if first else sum(len(question.positive_ids) for question in questions))
 
 
-def _num_views(encoder: EncoderConfig) -> int:
-    return 1 if encoder.strategy in ("pooling", "cls", "mean") else encoder.num_views
+def _num_views(run: RunConfig) -> int:
+    has_one = run.index.vectors is None and run.encoder.strategy in ("pooling", "cls", "mean")
+    return 1 if has_one else run.encoder.num_views
+
+
+def _dimension(run: RunConfig, model: Backbone) -> int:
+    if run.index.vectors is not None:
+        return vector_dimension(local_copy(run.index.vectors))
+    return run.encoder.truncate_dim or model.dimension(run.encoder.strategy == "pooling")
 
 
 def backbone_sizes(backbone: str) -> Backbone:

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from prepared_corpus import empty_corpus
@@ -39,10 +41,11 @@ from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.losses import LossTerms, dpr_loss
 from mvr_ray.core.learning.training import PassSettings, RankInputs, loss_and_gradients
-from mvr_ray.errors import ConfigError, StorageError
+from mvr_ray.errors import ConfigError, DataError, StorageError
 from mvr_ray.index.base import IndexParams, default_factory
 from mvr_ray.index.lexical import Postings, write_postings, write_statistics
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.view_vectors import write_pairs
 from mvr_ray.store.questions import write_questions
 from mvr_ray.types import Passage, Question
 
@@ -116,6 +119,20 @@ def test_vectors_are_planned_in_the_dimension_of_the_model_s_last_module(
     encoder = DualEncoder.from_backbone(run.encoder.backbone, EncoderSpec(strategy=strategy, num_views=1))
     assert plan(run, 100).dimension == encoder.dimension
     assert backbone_sizes(run.encoder.backbone).parameters == backbone_sizes(str(tiny_backbone)).parameters
+
+
+@pytest.mark.parametrize("strategy", ["snippet_means", "mean"])
+def test_vectors_of_another_program_are_planned_in_their_own_dimension_and_without_a_model(tmp_path, strategy) -> None:
+    write_pairs(tmp_path / "v.parquet", {"a": np.ones((2, 1024)), "b": np.ones(1024)})
+    run = RunConfig(
+        encoder=EncoderConfig(num_views=2, strategy=strategy), index=IndexConfig(vectors=str(tmp_path / "v.parquet"))
+    )
+    result = plan(run, 100)
+    assert (result.dimension, result.num_views) == (1024, 2)
+    assert not [line for line in result.lines if "encoder" in line.what]
+    pq.write_table(pa.table({"id": ["a"]}), tmp_path / "v.parquet")
+    with pytest.raises(DataError, match=r"^v.parquet is no Parquet file with columns passage_id"):
+        plan(run, 100)
 
 
 def test_a_run_without_a_length_is_planned_for_the_length_that_the_model_states() -> None:

@@ -36,8 +36,7 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
     """Read a file into memory, in `dtype`, by passage, without the views of feedback in a file of `write_vectors`.
     Raises MissingInputError, and DataError for other columns, another number of numbers, one that is missing or not
     finite, and a view that occurs twice."""
-    if not path.is_file():
-        raise MissingInputError(f"vectors {path} does not exist or is no file; name a Parquet file")
+    _require_file(path)
     try:
         table = pq.read_table(path, columns=list(TYPES))
         if own_views := (table.schema.metadata or {}).get(NUM_VIEWS):
@@ -50,10 +49,7 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
             pa.concat_arrays(one.cast(TYPES[name]).chunks) for name, one in zip(TYPES, columns)
         )
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path.name} is no Parquet file with columns passage_id (text), view (whole number) and vector (list of "
-            f"floating-point numbers): {error}"
-        ) from None
+        raise _other_file(path, error) from None
     dimensions = np.unique(np.diff(vectors_N.offsets)).tolist()
     num_nulls = ids_N.null_count + views_N.null_count + vectors_N.null_count
     if num_nulls or len(dimensions) != 1 or not dimensions[0]:
@@ -75,6 +71,18 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
     is_twice_N[block.row_ptr[1:] - 1] = False
     _refuse(path, block, is_twice_N, "has a view twice")
     return block
+
+
+def vector_dimension(path: Path) -> int:
+    """Return the dimension of a file's vectors from its metadata. Raises as `read_vectors` for another file."""
+    _require_file(path)
+    try:
+        group = pq.read_metadata(path).row_group(0)
+        columns = [group.column(number) for number in range(group.num_columns)]
+        [num_numbers] = [one.num_values for one in columns if one.path_in_schema.partition(".")[0] == "vector"]
+        return num_numbers // group.num_rows
+    except (OSError, ValueError, IndexError, ZeroDivisionError, pa.ArrowException) as error:
+        raise _other_file(path, error) from None
 
 
 def require_shape(path: Path, block: EmbeddingBlock, dimension: int, num_views: int, normalize: bool) -> None:
@@ -140,6 +148,18 @@ def write_vectors(
             count += len(rows_N)
             progress("vectors written", count, total)
     return count
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise MissingInputError(f"vectors {path} does not exist or is no file; name a Parquet file")
+
+
+def _other_file(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path.name} is no Parquet file with columns passage_id (text), view (whole number) and vector (list of "
+        f"floating-point numbers): {error}"
+    )
 
 
 def _refuse(path: Path, block: EmbeddingBlock, wrong_N: Any, problem: str) -> None:
