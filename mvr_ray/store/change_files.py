@@ -28,6 +28,7 @@ from mvr_ray.store.files import Store, StoredFile
 from mvr_ray.store.formats.records import FilteredDeletion, PassageRecord
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.local_files import sha256_of
+from mvr_ray.store.storage_errors import storage_errors
 from mvr_ray.store.update import UpdateReport, apply_changes
 from mvr_ray.types import Progress, no_progress
 
@@ -117,13 +118,14 @@ def apply_batch(
     for file in batch:
         if (path := _local_copy(source, file.name)) is None:
             continue
-        if changes and _deletes_by_filter(path, parent, cfg):
-            break
-        record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
-        try:
-            changes.append(read_changes(path, parent, cfg))
-        except DataError as error:
-            record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
+        with storage_errors("read", source.where(file.name)):
+            if changes and _deletes_by_filter(path, parent, cfg):
+                break
+            record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
+            try:
+                changes.append(read_changes(path, parent, cfg))
+            except DataError as error:
+                record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
         files.append(record)
     names = {file.name for file in listing}
     processed_files = sorted([*before, *files], key=lambda file: file.name)

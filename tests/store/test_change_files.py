@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kill_at_call import NEVER, kill_points, run_and_kill
 
 from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, PublishConflictError
+from mvr_ray.errors import ConfigError, PublishConflictError, StorageError
 from mvr_ray.store import change_files
 from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
 from mvr_ray.store.change_records import read_changes
@@ -206,6 +206,16 @@ def test_a_file_that_names_a_chunk_is_left_out_and_later_ones_are_applied(tmp_pa
     assert texts_of(store) == {"a#0": "one two", "a#1": "three", "c#0": "four"}
     problem = "'a#1' is a chunk in corpus 'corpus'; name the whole passage instead"
     assert problems(store) == {"1.jsonl": problem, "2.jsonl": ""}
+
+
+def test_a_file_that_the_system_does_not_let_read_is_an_error_that_a_follower_tries_again_after(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    make_corpus(store, tmp_path)
+    source.write_bytes("1.jsonl", change_lines({"p0": "x"}).encode())
+    (tmp_path / "source" / "2.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=r"^cannot read \S+/source/2\.jsonl: Input/output error"):
+        apply_next(store, source)
+    assert texts_of(store) == FIRST
 
 
 def test_a_dump_in_an_encoding_that_cannot_be_read_is_left_out_and_later_ones_are_applied(tmp_path: Path):
