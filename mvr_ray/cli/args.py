@@ -46,7 +46,11 @@ def question_and_overrides(command: str, words: Sequence[str], *, show_only: boo
 
 
 def require_writable(path: Path, argument: str) -> None:
-    """Raise ConfigError for a folder, and for a file in no folder; `argument` is the one that names it."""
+    """Raise ConfigError for a folder, for a file in no folder, and for one that would be lost with a job's copy of its
+    working directory; `argument` is the one that names it."""
+    from mvr_ray.store.files import require_lasting
+
+    require_lasting(path, argument)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{argument} cannot be written; name a file in a folder that exists")
 

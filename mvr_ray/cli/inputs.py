@@ -15,7 +15,7 @@ from mvr_ray.config.train import check_train
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
-from mvr_ray.store.files import Store, local_copy, require_lasting
+from mvr_ray.store.files import Store, local_copy
 from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
 SettingOfSet = tuple[str, str | None]
@@ -27,7 +27,6 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
     `questions=...` of `retrieve`."""
     if "output" in arguments:
         path = Path(arguments["output"])
-        require_lasting(path, f"{stage}: output={path}")
         require_writable(path, f"{stage}: output={path}")
     version = int(arguments["version"]) if arguments.get("version") else None
     match stage:

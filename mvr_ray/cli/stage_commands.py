@@ -220,10 +220,13 @@ def study(
     if not options.get("at_once", "1").isdecimal():
         raise ConfigError(f"study: at_once={options['at_once']}; it is how many steps run side by side, a whole number")
     from mvr_ray.progress import Reporter
+    from mvr_ray.store.files import require_lasting
     from mvr_ray.studies.study import run_study
 
     size, extra = options.get("size", "quick"), tuple(overrides)
     output, earlier = (Path(options[name]) if name in options else None for name in ("output", "earlier"))
+    if output is not None:
+        require_lasting(output, f"study: output={output}")
     at_once = int(options["at_once"]) if "at_once" in options else None
     for path in paths:
         with Reporter() as progress:

@@ -178,9 +178,10 @@ def export(
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
     from mvr_ray.store import manifest
-    from mvr_ray.store.files import Store
+    from mvr_ray.store.files import Store, require_lasting
     from mvr_ray.store.local_files import finished_file
 
+    require_lasting(folder, f"export: {folder}")
     store = Store(run.store.path)
     live = manifest.read(store, run.index.name, version)
     from mvr_ray.distributed.encoders import open_encoder

@@ -22,6 +22,7 @@ import pytest
 from file_size_limit import file_size_limit
 from ray._private.runtime_env.working_dir import WorkingDirPlugin
 
+from mvr_ray.cli import main
 from mvr_ray.cli.inputs import check_inputs
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
@@ -78,7 +79,7 @@ def test_a_store_survives_the_way_to_another_process(store: Store):
     assert pickle.loads(pickle.dumps(store)).read_bytes("a/file") == b"x"
 
 
-def test_a_job_refuses_a_store_that_ray_would_delete_with_its_copy(tmp_path: Path, monkeypatch):
+def test_a_job_refuses_a_store_and_files_that_ray_would_delete_with_its_copy(tmp_path: Path, monkeypatch, capsys):
     plugin = WorkingDirPlugin(str(tmp_path), None)
     folder = Path(plugin._resources_dir, "_ray_pkg_1")
     folder.mkdir()
@@ -87,7 +88,20 @@ def test_a_job_refuses_a_store_that_ray_would_delete_with_its_copy(tmp_path: Pat
         Store("mine")
     with pytest.raises(ConfigError, match=r"retrieve: output=ranks\.tsv would be lost.* full path$"):
         check_inputs("retrieve", RunConfig(), {"output": "ranks.tsv", "questions": "asked"})
-    Store(tmp_path / "mine").write_bytes("a", b"1")
+    store = Store(tmp_path / "mine")
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(f"store: {{path: {store.address}}}")
+    for words in (
+        ["explain", run_file, "why?", "--html", "a.html"],
+        ["export", run_file, "model"],
+        ["passages", run_file, "output=a.jsonl"],
+        ["study", run_file, "output=reports"],
+        ["vectors", run_file, "output=a.parquet"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert end.value.code == 2 and "would be lost" in capsys.readouterr().err
+    store.write_bytes("a", b"1")
     monkeypatch.chdir(tmp_path)
     assert Store("mine").read_bytes("a") == b"1"
 
