@@ -59,12 +59,12 @@ class ReverseProxy:
         because it may not open as many files."""
         self._limits = limits
         self._tokens = tokens
-        binary = find_haproxy()
+        self._binary = find_haproxy()
         _require_open_files(limits.max_connections)
         self._socket = _bind(limits.host, limits.port)
         self._open = ExitStack()
-        self._folder = self._open.enter_context(scratch_folder(Path(tempfile.gettempdir()), "mvr-haproxy-"))
-        self._command = [binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
+        self._files: dict[str, str] = {}
+        self._folder = Path()
         self.process: subprocess.Popen[bytes] | None = None
         """HAProxy, from `start` to `stop`."""
 
@@ -96,13 +96,14 @@ class ReverseProxy:
     def start(self, serve_port: int) -> None:
         """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError, or ConfigError if
         another process listens there by now."""
-        for name, content in haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
-            (self._folder / name).write_text(content)
-        command = [*self._command, "-c"]
-        check = subprocess.run(command, pass_fds=(self._socket.fileno(),), capture_output=True, check=False)
+        self._files = haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno())
+        self._write_files()
+        check = subprocess.run(
+            [*self._command, "-c"], pass_fds=(self._socket.fileno(),), capture_output=True, check=False
+        )
         if check.returncode:
             output = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
-            raise ResourceError(f"{self._command[0]} does not take the configuration of mvr_ray: {output}")
+            raise ResourceError(f"{self._binary} does not take the configuration of mvr_ray: {output}")
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # see _bind
             self._socket.listen(_BACKLOG)
@@ -114,7 +115,19 @@ class ReverseProxy:
         """Start HAProxy again if it has ended. Connections that arrived meanwhile wait in the socket's queue."""
         if self.process is not None and self.process.poll() is not None:
             log.warning("haproxy ended, starting it again: status=%s", self.process.returncode)
+            if not all((self._folder / name).is_file() for name in self._files):
+                self._write_files()  # systems delete what lies in the temporary folder for days
             self._run()
+
+    @property
+    def _command(self) -> list[str]:
+        return [self._binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
+
+    def _write_files(self) -> None:
+        """Write HAProxy's files into a new folder."""
+        self._folder = self._open.enter_context(scratch_folder(Path(tempfile.gettempdir()), "mvr-haproxy-"))
+        for name, content in self._files.items():
+            (self._folder / name).write_text(content)
 
     def _run(self) -> None:
         prctl = ctypes.CDLL(None).prctl

@@ -2,13 +2,16 @@
 
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -117,8 +120,16 @@ def test_half_requests_are_closed_in_time_and_slow_bodies_get_408_and_others_are
         assert closed_by_server(half, within_s=30) == len(half) >= 50
 
 
-def test_haproxy_that_was_killed_runs_again_and_answers_requests_that_came_meanwhile() -> None:
+@pytest.mark.parametrize("has_files", [True, False])
+def test_haproxy_that_was_killed_runs_again_and_answers_requests_that_came_meanwhile(
+    has_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Systems delete old files of the temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with app_behind_haproxy() as proxy:
+        if not has_files:
+            [folder] = [path for path in tmp_path.glob("mvr-haproxy-*") if path.is_dir()]
+            shutil.rmtree(folder)
         os.kill(proxy.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, proxy.process.pid, os.WEXITED | os.WNOWAIT)
         with socket.create_connection(("127.0.0.1", port(proxy)), timeout=30) as raw:
