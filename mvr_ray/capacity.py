@@ -245,7 +245,7 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
     gpu_encoder, gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     trainers, refiners = max(1, resources.train_workers), min(resources.refiners, shards)
     groups = min(resources.searchers, shards)
-    searchers, own_shards = groups * resources.replicas, math.ceil(shards / groups)
+    searchers, own_shards = groups * resources.replicas * run.serve.replicas, math.ceil(shards / groups)
     step_bytes = 32_768 * (256 + shard.dimension) * 4  # vectors of a step in fp32, and their scores
     version_bytes = own_shards * (shard.refined_bytes + shard.copied_bytes + shard.passages * LOADED_ROW_BYTES)
     is_compiled = run.index.kind == "flat" and not on_gpu and library() is not None
