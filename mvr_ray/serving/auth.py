@@ -15,9 +15,9 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from mvr_ray.config import resolve_path
 from mvr_ray.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ def is_loopback(host: str) -> bool:
 
 def _lines(file: str) -> list[str]:
     try:
-        text, mode = Path(file).read_text(encoding="utf-8"), Path(file).stat().st_mode
+        path = resolve_path(file)
+        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"serve.tokens_file {file} cannot be read ({type(error).__name__}); {_HOW}") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):

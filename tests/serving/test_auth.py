@@ -18,6 +18,12 @@ def test_tokens_of_the_file_and_of_the_environment_have_their_roles(tmp_path) ->
         assert tokens.role(wrong) is None
 
 
+def test_a_file_of_tokens_may_be_named_from_the_home_of_the_user(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokens").write_text(f"read {READ}")
+    assert read_tokens("~/tokens", {}).role(READ.encode()) == "read"
+
+
 def test_what_is_kept_of_a_token_is_not_the_token(tmp_path) -> None:
     tokens = read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
     assert ADMIN not in repr(tokens.roles) and ADMIN not in repr(vars(tokens))

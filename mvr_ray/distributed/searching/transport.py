@@ -38,6 +38,7 @@ from pyarrow import flight
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from mvr_ray import errors
+from mvr_ray.config import resolve_path
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_errors import unwrap_error
@@ -116,7 +117,7 @@ def require_valid_tls(tls_dir: str) -> None:
 
 
 def _tls_paths(tls_dir: str) -> list[Path]:
-    return [Path(tls_dir, name) for name in ("tls.crt", "tls.key", "ca.crt")]
+    return [resolve_path(tls_dir) / name for name in ("tls.crt", "tls.key", "ca.crt")]
 
 
 def _tls_error(tls_dir: str, reason: str) -> ConfigError:
