@@ -29,8 +29,14 @@ _next_walk_s = 0.0
 
 def cache_dir() -> Path:
     """Return the folder for copies of object-store files: `MVR_RAY_CACHE`, else a folder of the user's cache."""
-    folder = os.environ.get("MVR_RAY_CACHE")
-    return Path(folder) if folder else Path.home() / ".cache" / "mvr_ray"
+    if folder := os.environ.get("MVR_RAY_CACHE"):
+        return Path(folder)
+    try:
+        return Path.home() / ".cache" / "mvr_ray"
+    except RuntimeError:
+        raise StorageError(
+            "local copies of the store's objects have no folder, as this user has no home; set MVR_RAY_CACHE to one"
+        ) from None
 
 
 @contextlib.contextmanager

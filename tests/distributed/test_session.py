@@ -221,6 +221,14 @@ def test_doctor_says_how_many_cpus_a_private_cluster_gets():
         assert check.detail.endswith(f"a private cluster gets {cpus} logical CPUs")
 
 
+def test_doctor_checks_a_machine_whose_user_has_no_home(monkeypatch):
+    """As in a container with a number for its user."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    [check] = [check for check in doctor() if check.name == "authentication"]
+    assert check.ok
+
+
 def test_a_temporary_folder_that_ray_cannot_use_is_left_out_with_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.delenv("RAY_TMPDIR", raising=False)

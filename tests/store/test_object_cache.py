@@ -166,3 +166,12 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_the_object(store, tmp_p
         monkeypatch.setenv("MVR_RAY_CACHE", folder)
         with pytest.raises(StorageError, match=rf"cannot be written in {folder}: {reason}.* or set MVR_RAY_CACHE"):
             store.local_path("shards/1")
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(store, monkeypatch):
+    store.write_bytes("shards/1", b"1")
+    for name in ("HOME", "MVR_RAY_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(StorageError, match="this user has no home; set MVR_RAY_CACHE to one"):
+        store.local_path("shards/1")

@@ -467,7 +467,14 @@ def _temporary_folder() -> Path:
 
 def _has_token() -> bool:
     source = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(source) or (Path.home() / ".ray" / "auth_token").is_file()
+    return bool(source) or _token_file().is_file()
+
+
+def _token_file() -> Path:
+    """Return the file of Ray's token; one that is not there for a user without a home."""
+    with suppress(RuntimeError):
+        return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(os.devnull)
 
 
 def describe(resources: ResourcesConfig) -> ClusterInfo:
@@ -607,7 +614,7 @@ def _check_machine(resources: ResourcesConfig, address: str | None) -> Iterator[
     detail = f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more"
     yield Check("shared memory", free >= 0.5, detail if memory_folder.is_dir() else "no /dev/shm on this system")
     mode = os.environ.get("RAY_AUTH_MODE")
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = _token_file()
     problem = ""
     if mode == "token" and not _has_token():
         problem = "RAY_AUTH_MODE=token, but no token: set RAY_AUTH_TOKEN_PATH"
