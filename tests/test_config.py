@@ -69,6 +69,15 @@ def test_an_override_of_one_alias_leaves_the_others(run_file) -> None:
     assert [source.fields.text for source in run.prepare.sources] == ["content", "body"]
 
 
+def test_a_mapping_takes_the_keys_of_another_one_by_yaml_s_merge(run_file) -> None:
+    one, two = "&one {path: a, split: dev, share: 0.5}", "&two {<<: *one, split: train}"
+    text = f"prepare: {{sources: [{one}, {two}, {{<<: *two, path: c}}, {{<<: [*two, *one], share: 1}}]}}"
+    sources = load_run(run_file(text)).prepare.sources
+    assert [(source.path, source.split, source.share) for source in sources] == [
+        *(("a", "dev", 0.5), ("a", "train", 0.5), ("c", "train", 0.5), ("a", "train", 1)),
+    ]
+
+
 def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
     assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
 

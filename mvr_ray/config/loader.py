@@ -29,9 +29,15 @@ class _Loader(yaml.SafeLoader):
     """YAML that reads 1e-5 as a number and refuses a key given twice."""
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""Of `<<`, a key for those of another mapping, over which the own ones are laid."""
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     lines: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if key_node.tag == _MERGE:
+            continue
         key = loader.construct_object(key_node)
         line = key_node.start_mark.line + 1
         if not isinstance(key, str | int | float | bool | None):
@@ -39,6 +45,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if key in lines:
             raise ConfigError(f"key {key!r} occurs twice, in lines {lines[key]} and {line}; keep one")
         lines[key] = line
+    loader.flatten_mapping(node)
     return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
 
 
