@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvr_ray.core import container
+from mvr_ray.core.searching.native import num_cores
+from mvr_ray.distributed.cluster.session import doctor
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, require_memory
 from mvr_ray.errors import ResourceError
 
@@ -47,6 +50,23 @@ def test_a_searcher_holds_no_more_than_its_limit(present_files, own, limit):
 
 def test_free_memory_is_some_of_the_machines():
     assert 0 < free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_container_has_no_more_than_its_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(container, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    for files, cores, is_enough in (
+        ({}, 64, True),
+        ({"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, 64, True),
+        ({"cpu.max": "250000 100000", "memory.max": f"{2 << 30}"}, 3, False),
+        ({"cpu.max": "50000 100000", "memory.stat": "anon 1\ninactive_file 3"}, 1, False),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).write_text(f"{text}\n")
+        checks = {check.name: check for check in doctor()}
+        assert num_cores() == cores and checks["processors"].detail.startswith(f"{cores} cores; ")
+        assert checks["memory"].ok == is_enough
+    assert 0 < free_bytes() <= (2 << 30) - 5 + 3
 
 
 MANY_SHARDS = """

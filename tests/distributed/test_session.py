@@ -22,6 +22,7 @@ import pytest
 import ray
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.core.searching.native import num_cores
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.session import ClusterInfo, Need, Node, connect, doctor, require
 from mvr_ray.errors import ResourceError
@@ -216,7 +217,7 @@ def test_doctor_measures_what_a_job_would_upload_of_a_clone_for_a_cluster(tmp_pa
 
 
 def test_doctor_says_how_many_cpus_a_private_cluster_gets():
-    for local_cpus, cpus in ((0, max(4, 2 * os.cpu_count())), (3, 3)):
+    for local_cpus, cpus in ((0, max(4, 2 * num_cores())), (3, 3)):
         [check] = [check for check in doctor(ResourcesConfig(local_cpus=local_cpus)) if check.name == "processors"]
         assert check.detail.endswith(f"a private cluster gets {cpus} logical CPUs")
 

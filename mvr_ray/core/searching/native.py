@@ -36,6 +36,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.container import cpu_limit
 from mvr_ray.core.searching.kernels import Candidates, Coarse, Kernel, PreparedQueries, StepPart, select_candidates
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
@@ -464,8 +466,10 @@ def _address(array: NDArray[Any] | None) -> int | None:
 
 
 def num_cores() -> int:
-    """Return the number of processors that this process may use: a job of SLURM has a part of its machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processors that this process may use: a job of SLURM has a part of its machine's, and a
+    container may have a limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, max(math.ceil(cpu_limit() or cores), 1))
 
 
 def num_threads() -> int:

@@ -31,6 +31,7 @@ from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
+from mvr_ray.core.container import memory_limit
 from mvr_ray.core.searching.native import library_avx2, num_cores
 from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.errors import ResourceError, count_noun
@@ -599,7 +600,8 @@ def _check_software(precision: str) -> Iterator[Check]:
 def _check_machine(resources: ResourcesConfig, address: str | None) -> Iterator[Check]:
     cpus = _private_cpus(resources)
     yield Check("processors", True, f"{num_cores()} cores; a private cluster gets {cpus} logical CPUs")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = min(of_machine, memory_limit() or of_machine) / 2**30
     yield Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
     try:
         folder = _temporary_folder()

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mvr_ray.core.container import cgroup_text, memory_limit
 from mvr_ray.errors import InsufficientMemoryError
 
-_CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -59,8 +59,8 @@ def free_bytes() -> int:
     if _MEMINFO.is_file():
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, usage = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    return free if limit is None or usage is None else min(free, max(limit - usage + _cached_bytes(), 0))
+    limit, usage = memory_limit(), cgroup_text("memory.current")
+    return free if limit is None or not usage else min(free, max(limit - int(usage) + _cached_bytes(), 0))
 
 
 def node_name() -> str:
@@ -69,14 +69,5 @@ def node_name() -> str:
 
 def _cached_bytes() -> int:
     """Return the bytes of file pages that the kernel can reclaim."""
-    path = _CGROUP / "memory.stat"
-    if not path.is_file():
-        return 0
-    fields = dict(line.split() for line in path.read_text().splitlines())
+    fields = dict(line.split() for line in cgroup_text("memory.stat").splitlines())
     return int(fields.get("inactive_file", 0))
-
-
-def _number(path: Path) -> int | None:
-    """Read the number in a file; None if the file is missing or says "max" (no limit)."""
-    text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else None
