@@ -1,7 +1,7 @@
 """Measure the age of the changes that the answers of a server do not include yet.
 
     a change      a file of `follow.source`; without one, the corpus that was prepared or updated last
-    its time      when the file was changed last; when the corpus was made
+    its time      when the file was changed last; when the corpus was published
     is answered   the corpus of the version that answers has processed the file, or is that corpus
 
 A thread reads the times from source and store; ages are computed on request. No follower needs to run: if it has died,
@@ -11,12 +11,12 @@ the age of the oldest change grows.
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from mvr_ray.config import FollowConfig
 from mvr_ray.distributed.cluster.periodic import run_periodically
-from mvr_ray.errors import MvrRayError
+from mvr_ray.errors import MissingInputError, MvrRayError, StorageError
 from mvr_ray.serving.schemas import Freshness
 from mvr_ray.store import paths
 from mvr_ray.store.change_files import Backlog, list_change_files
@@ -50,6 +50,7 @@ class FreshnessMonitor:
         self._key: tuple[str, str, int] | None = None
         self._own: Corpus
         self._last: Corpus
+        self._is_of_files = True
 
     def running(self) -> AbstractContextManager[None]:
         """Update at once and then every few seconds, in a thread, until the block ends."""
@@ -81,6 +82,7 @@ class FreshnessMonitor:
         if key != self._key or not key[2]:  # a publication may describe the corpus of a digest anew
             self._own, self._last = Corpus.open(self.store, name, digest), Corpus.open(self.store, name)
             self._key = key
+            self._is_of_files = _is_of_files(self._own)
         own, last = self._own.info, self._last.info
         last_name = own.change_files[-1].name if own.change_files else ""
         unanswered_files = {
@@ -94,9 +96,23 @@ class FreshnessMonitor:
         if not times and last.digest != own.digest:
             times = [self._creation_time(paths.corpus_publication(name, self._last.number))]
         applied_times = [file.changed_s for file in own.change_files if not file.problem]
-        corpus_path = paths.corpus_version(name, digest)
-        newest_s = max(applied_times, default=0.0) or self._creation_time(corpus_path)
-        return ChangeTimes(times, newest_s, len(unanswered_files))
+        if self._is_of_files and applied_times:
+            return ChangeTimes(times, max(applied_times), len(unanswered_files))
+        path = paths.corpus_version(name, digest)  # whose age every version over this corpus renews
+        if last.digest == own.digest and self._last.number:
+            path = paths.corpus_publication(name, self._last.number)
+        return ChangeTimes(times, self._creation_time(path), len(unanswered_files))
 
     def _creation_time(self, path: str) -> float:
         return time.time() - self.store.age_s(path)
+
+
+def _is_of_files(corpus: Corpus) -> bool:
+    """Return whether change files made a corpus of the one before; True where that cannot be told, as where it was
+    collected."""
+    info = corpus.info
+    if info.parent in ("", info.digest):
+        return True
+    with suppress(MissingInputError, StorageError):
+        return Corpus.open(corpus.store, corpus.name, info.parent).info.change_files != info.change_files
+    return True

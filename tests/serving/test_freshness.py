@@ -11,11 +11,13 @@ from version_store import manifest_of
 from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
 from mvr_ray.serving.freshness import FreshnessMonitor
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.store import paths
 from mvr_ray.store.change_files import Backlog, apply_batch, list_change_files
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
 
 SLACK_S = 60
 """What a test may take, of ages that are hours apart."""
@@ -77,6 +79,21 @@ def test_the_oldest_change_that_no_answer_knows_ages_until_a_version_with_it_ans
     write_change(tmp_path, "4.jsonl", hours=2)
     assert ages(store, now, source) == (2, 3, 1)
     assert ages(store, before, source) == (5, 0, 3), "as after a roll back"
+
+
+def test_an_update_after_change_files_is_the_newest_change_and_versions_over_its_corpus_are_none(
+    store: Store, tmp_path: Path
+):
+    write_change(tmp_path, "1.jsonl", hours=5)
+    apply_all(store, tmp_path)
+    assert ages(store, version_of_now(store), tmp_path / "source") == (0, 5, 0)
+    (tmp_path / "update.jsonl").write_text('{"id": "a", "text": "updated"}\n')
+    update(CONFIG, store, str(tmp_path / "update.jsonl"))
+    publication = tmp_path / "store" / "corpora" / "books" / "publications" / "3.json"
+    os.utime(publication, (time.time() - 2 * 3600,) * 2)
+    version = version_of_now(store)
+    store.touch(paths.corpus_version("books", version.corpus_digest))  # as each publication of a version does
+    assert ages(store, version, tmp_path / "source") == (0, 2, 0)
 
 
 def test_a_change_of_a_clock_that_is_ahead_is_new(store: Store, tmp_path: Path):
