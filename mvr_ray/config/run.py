@@ -478,7 +478,7 @@ class ResourcesConfig(Section):
     the cross-encoder of `mine` those that they read, once a question. The bytes are the same either way. train (unless
     train_workers is 0), study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
-    """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
+    """Logical CPUs of a private cluster; 0: twice the cores that this process may use, at least 4."""
     autoscaling: bool = False
     """The cluster adds nodes on demand: needs above its present resources are logged, not refused."""
     encoders_min: Count = 1
