@@ -393,9 +393,9 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
     for own, is_bound in ((run, False), (RunConfig(), True)):  # a CPU reads fewer tokens than `index.tokens_per_batch`
         notes = [line.note for line in plan(own, 1000).lines if (line.kind, line.what) == ("memory", "encoder")]
         assert ("at most: mvr_ray's layers and OpenVINO" in notes[0]) == is_bound
-    held = run.model_copy(update={"resources": run.resources.model_copy(update={"replicas": 3})})
-    served = run.model_copy(update={"serve": run.serve.model_copy(update={"replicas": 3})})  # with searchers of its own
-    for kind, thrice in itertools.product(("gpu", "memory"), (held, served)):
+    search_replicas = run.model_copy(update={"resources": run.resources.model_copy(update={"replicas": 3})})
+    serve_replicas = run.model_copy(update={"serve": run.serve.model_copy(update={"replicas": 3})})
+    for kind, thrice in itertools.product(("gpu", "memory"), (search_replicas, serve_replicas)):
         one, three = (
             next(line.bytes_all for line in plan(of, 1_000_000).lines if (line.kind, line.what) == (kind, "searcher"))
             for of in (run, thrice)

@@ -168,7 +168,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_the_object(store, tmp_p
             store.local_path("shards/1")
 
 
-def test_a_user_without_a_home_is_told_to_name_a_cache(store, monkeypatch):
+def test_the_error_for_a_user_without_a_home_names_the_setting_of_the_cache(store, monkeypatch):
     store.write_bytes("shards/1", b"1")
     for name in ("HOME", "MVR_RAY_CACHE"):
         monkeypatch.delenv(name, raising=False)
