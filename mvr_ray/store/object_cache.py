@@ -29,13 +29,13 @@ _next_walk_s = 0.0
 
 def cache_dir() -> Path:
     """Return the folder for copies of object-store files: `MVR_RAY_CACHE`, else a folder of the user's cache."""
-    if folder := os.environ.get("MVR_RAY_CACHE"):
-        return Path(folder)
+    folder = os.environ.get("MVR_RAY_CACHE") or "~/.cache/mvr_ray"
     try:
-        return Path.home() / ".cache" / "mvr_ray"
+        return Path(folder).expanduser()
     except RuntimeError:
         raise StorageError(
-            "local copies of the store's objects have no folder, as this user has no home; set MVR_RAY_CACHE to one"
+            f"local copies of the store's objects have no folder: {folder} names the home of a user without one; set "
+            f"MVR_RAY_CACHE to another folder"
         ) from None
 
 

@@ -168,10 +168,15 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_the_object(store, tmp_p
             store.local_path("shards/1")
 
 
-def test_the_error_for_a_user_without_a_home_names_the_setting_of_the_cache(store, monkeypatch):
+def test_the_cache_may_be_named_from_the_home_of_the_user_and_the_error_without_one_names_the_setting(
+    store, tmp_path, monkeypatch
+):
     store.write_bytes("shards/1", b"1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MVR_RAY_CACHE", "~/copies")
+    assert store.local_path("shards/1").is_relative_to(tmp_path / "copies")
     for name in ("HOME", "MVR_RAY_CACHE"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    with pytest.raises(StorageError, match="this user has no home; set MVR_RAY_CACHE to one"):
+    with pytest.raises(StorageError, match="home of a user without one; set MVR_RAY_CACHE to another folder"):
         store.local_path("shards/1")
