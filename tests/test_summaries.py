@@ -268,6 +268,7 @@ def test_a_list_of_versions_fits_and_verbose_has_every_column() -> None:
     line |= {"passages": 21_015_324, "vectors": 9, "shards": 4, "encoder": "e/ab", "content": "cd", "live": True}
     text = draw(Summary(versions_tables("wiki", "list", [line], verbose=False), "", ""))
     assert max(map(len, text.splitlines())) <= 80
+    assert "created (UTC)" in text
     assert "refine:feedback_views   2026-01-31 12:00   21,015,324   live" in text
     [table] = versions_tables("wiki", "list", [line], verbose=True)
     assert [column.header.plain for column in table.columns] == list(line)

@@ -312,7 +312,7 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
         (*(row[name] for name in names), row["created"][:16].replace("T", " "), row["passages"], _state(row))
         for row in report
     ]
-    return [table(f"index {index}", ("version", "parent", "operation", "created", "passages", ""), rows)]
+    return [table(f"index {index}", (*names, "created (UTC)", "passages", ""), rows)]
 
 
 _STAGES = (
