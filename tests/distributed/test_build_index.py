@@ -315,6 +315,17 @@ def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_p
     assert all(views.view_numbers_N.max() < feedback_view for views in views_by_id(own_index, plain).values())
 
 
+def test_a_passage_that_changes_again_has_nothing_learned_to_lose(own_index, run_over, tmp_path):
+    store, unlearned_counts = Store(str(own_index)), []
+    first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    give_feedback_view(store, first, [old[0].id])
+    for text in ("A second text.", "A third text."):
+        prepare_texts(store, tmp_path, [old[0]._replace(text=text), *old[1:]], 3)
+        unlearned_counts.append(build_index.index(run_over(own_index)).metrics["unlearned"])
+    prepare_texts(store, tmp_path, old[1:], 3)
+    assert [*unlearned_counts, build_index.index(run_over(own_index)).metrics["unlearned"]] == [1, 0, 0]
+
+
 def test_learned_views_of_another_encoder_are_not_dropped_in_silence(own_index, run_over, caplog):
     store = Store(str(own_index))
     first = manifest.read(store, "index")

@@ -40,7 +40,7 @@ from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, CorpusFile, CorpusInfo, PartInfo, ids_by_shard, shard_of
-from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, Views, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import difference, find_contents
@@ -386,22 +386,27 @@ def _deleted_or_replaced(
 
 
 def _num_unlearned(source: EmbeddedCorpus, sources: Sequence[EmbeddedCorpus], ids: Iterable[str]) -> int:
-    """Count passages with moved or added views in a refined source, as far as a source over the same number of shards
-    has them as encoded."""
-    num_shards, num_unlearned = len(source.version.shards), 0
-    others = (one for one in sources if len(one.version.shards) == num_shards and not (one.is_refined or one.parent))
-    as_encoded = next(others, None)
-    for shard, own in ids_by_shard(ids, num_shards).items():
-        embeddings = source.embeddings(shard)
-        try:
-            encoded_views = as_encoded.embeddings(shard).find(own) if as_encoded else {}
-        except (MissingInputError, StorageError):
-            encoded_views = {}
-        for name, views in embeddings.find(own).items():
-            is_added = bool((views.view_numbers_N >= embeddings.num_views).any())
-            is_moved = name in encoded_views and views.vectors_ND.tobytes() != encoded_views[name].vectors_ND.tobytes()
-            num_unlearned += is_added or is_moved
+    """Count passages with moved or added views in a refined source, as far as another source has them as encoded."""
+    passages, encoded_views = source.corpus().get(ids), dict[str, Views]()
+    for other in sources:
+        missing = {name: passage for name, passage in passages.items() if name not in encoded_views}
+        if missing and not other.is_refined:
+            with suppress(MissingInputError, StorageError):
+                encoded_views |= _views(other, _unchanged_ids(other, missing))
+    num_unlearned = 0
+    for name, views in _views(source, passages).items():
+        is_added = bool((views.view_numbers_N >= source.version.num_views).any())
+        is_moved = name in encoded_views and views.vectors_ND.tobytes() != encoded_views[name].vectors_ND.tobytes()
+        num_unlearned += is_added or is_moved
     return num_unlearned
+
+
+def _views(source: EmbeddedCorpus, ids: Iterable[str]) -> dict[str, Views]:
+    """Copy the views of these passages from the shards of a source."""
+    views: dict[str, Views] = {}
+    for shard, own in ids_by_shard(ids, len(source.version.shards)).items():
+        views |= source.embeddings(shard).find(own)
+    return views
 
 
 def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
