@@ -320,8 +320,9 @@ def in_chunks(corpus: Corpus, changes: Changes[Content], chunk_words: int) -> Ch
     if not chunk_words:
         return Changes(upserts, changes.deletions | absent_ids)
     counts = {name: len(own) for name, own in pieces.items()} | dict.fromkeys(changes.deletions, 0)
-    chunk_ids = {name for own, count in counts.items() for name in _chunk_ids(corpus, own, count)}
-    return Changes(upserts, chunk_ids | absent_ids)
+    chunk_ids = {name: {*_chunk_ids(corpus, name, count)} for name, count in counts.items()}
+    absent_ids |= {name for name in changes.deletions if not chunk_ids[name]}
+    return Changes(upserts, absent_ids.union(*chunk_ids.values()))
 
 
 def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:

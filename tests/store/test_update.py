@@ -247,6 +247,15 @@ def test_a_question_about_a_chunk_that_a_shorter_text_no_longer_has_is_counted_a
     assert message.startswith("questions removed from the sets of corpus 'corpus': 1;") and corpus.digest in message
 
 
+def test_a_deletion_of_a_passage_that_a_corpus_of_chunks_lacks_is_counted_as_absent(tmp_path: Path, write: Write):
+    store, cfg = Store(tmp_path / "store"), CONFIG.model_copy(update={"chunk_words": 1})
+    sources = [SourceConfig(path=str(write("rows.jsonl", lines(row("a", "one two"), row("b", "three")))))]
+    prepare(cfg.model_copy(update={"sources": sources}), store)
+    changes = lines(*({"id": name, "delete": True} for name in "ax"))
+    report = update(cfg, store, str(write("c.jsonl", changes)))
+    assert (report.deleted, report.absent, report.passages) == (2, 1, 1)
+
+
 def test_the_places_of_answers_stay_with_the_text_and_a_teachers_scores_with_all_that_they_score(
     tmp_path: Path, write: Write
 ):
