@@ -533,10 +533,10 @@ def test_moved_queries_stay_with_the_version_that_follows_though_no_view_moved(
     version = manifest.publish(store, dataclasses.replace(first, **own))
     if is_rolled_back:
         version = manifest.rollback(store, "index", version.version)
-    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50}))
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50, "copy": 5}))
     after = build_index.index(run)
     assert (after.parent, after.operation, after.refined_queries) == (version.version, "index:refined", queries)
-    assert after.metrics["encoded"] == 1
+    assert after.metrics["encoded"] == 1, "the first version has the text of the copy as encoded"
 
 
 def test_a_compaction_stays_and_its_views_are_as_encoded_without_its_parent(first_store, run_over, tmp_path):

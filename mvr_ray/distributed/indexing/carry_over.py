@@ -203,7 +203,7 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
     those as encoded, then those with a parent; of these the task's own index, newest first, then others."""
     draft = task.draft
     indexes = sorted(store.list(paths.INDEXES), key=lambda name: name != draft.index)
-    corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
+    corpora: dict[tuple[bool, str, tuple[str, ...]], EmbeddedCorpus] = {}
     with_parent: list[EmbeddedCorpus] = []
     for index in indexes:
         versions = own_versions
@@ -214,7 +214,7 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
             is_parent = (index, version.version) == (draft.index, draft.parent)
             is_refined = draft.operation == REFINED and is_parent
             if same and (is_refined or is_as_encoded(version, versions)):
-                key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
+                key = is_refined, version.corpus_digest, tuple(entry.digest for entry in version.shards)
                 corpora.setdefault(key, EmbeddedCorpus(store, version, is_refined))
             if same and version.operation == REFINED and version.parent in versions:
                 with_parent.append(EmbeddedCorpus(store, version, parent=versions[version.parent]))
