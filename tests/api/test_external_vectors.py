@@ -15,6 +15,7 @@ from damaged_file import flip_byte
 
 from mvr_ray import Index
 from mvr_ray.cli import main
+from mvr_ray.distributed.indexing import rewrite
 from mvr_ray.errors import ConfigError, DataError, ExternalEncoderError, MissingInputError, PublishConflictError
 from mvr_ray.serving.schemas import to_request_error
 from mvr_ray.store import manifest, paths
@@ -122,6 +123,23 @@ def test_changes_give_the_answers_and_the_vectors_of_what_they_name_and_keep_the
     assert index.upsert([], vectors=vectors).version == version  # nothing differs
     index.rollback(1)
     assert_exact(index, VECTORS)
+
+
+@pytest.mark.parametrize("is_resharded", [False, True])
+def test_vectors_that_were_rolled_back_do_not_come_back_with_a_change(tmp_path: Path, is_resharded: bool):
+    """The version that was rolled back has the shard of the changed passages, or the only one over a part."""
+    settings = {"prepare": {"num_shards": 1}}
+    with Index.build(PASSAGES, vectors=VECTORS, path=tmp_path / "own", settings=settings) as index:
+        if is_resharded:
+            rewrite.reshard(index.run, 2)
+        before = index.versions()[-1].version
+        new = {"id": "new", "text": "A new text."}
+        index.upsert([new], vectors={"new": QUERIES_QD[0], "p0": unit(D)})
+        index.rollback(before)
+        index.upsert([new], vectors={"new": QUERIES_QD[0]})
+        assert_exact(index, {**VECTORS, "new": QUERIES_QD[:1]})
+        [hits] = index.search(VECTORS["p0"][:1], k=1)
+        assert hits[0].score == pytest.approx(1, abs=1e-3)
 
 
 def test_an_index_whose_file_alone_is_damaged_is_built_of_its_vectors(tmp_path: Path):

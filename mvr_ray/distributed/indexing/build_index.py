@@ -156,9 +156,11 @@ def _plan_shards(
     external: "ExternalVectors | None",
     versions: Mapping[int, Manifest],
 ) -> _Plan:
-    """Find what earlier versions have of the task's; of `external` vectors, shards that hold the same."""
+    """Find what earlier versions have of the task's; of `external` vectors, shards of the live one that hold the same:
+    an earlier one may have others of the same texts."""
     store, draft = corpus.store, task.draft
-    reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
+    reused_versions = {number: one for number, one in versions.items() if not external or number == draft.parent}
+    reusable = _reusable_shards(store, draft, corpus, before, reused_versions, cfg)
     if external:
         for shard, ids in ids_by_shard(external.rows, corpus.num_shards).items():
             entry = reusable.get(shard)

@@ -245,7 +245,7 @@ def changed_contents(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCor
     """Return the contents of a shard that differ from its base; none if it has no base, or they have over `limit`
     characters."""
     corpus = task.open_corpus()
-    plan = _plan_over_base(corpus, shard, sources, task.draft.index, reads=False)
+    plan = _plan_over_base(task, corpus, shard, sources, reads=False)
     rows = plan.rows if plan and plan.rows and len(plan.rows) <= limit else ()
     contents = frozenset(passage[1:3] for passage in corpus.part(shard).take(rows))
     return contents if sum(len(title) + len(text) for title, text in contents) <= limit else frozenset()
@@ -309,7 +309,7 @@ def carry_shard(
     each source; other contents are looked for here."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
-    plan = _plan_over_base(corpus, shard, sources, task.draft.index) or EncodePlan()
+    plan = _plan_over_base(task, corpus, shard, sources) or EncodePlan()
     passages = part.passages() if plan.rows is None else part.take(plan.rows)
     remaining = {passage.id: passage for passage in passages}
     blocks: list[EmbeddingBlock] = []
@@ -343,12 +343,12 @@ def carry_shard(
 
 
 def _plan_over_base(
-    corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str, *, reads: bool = True
+    task: EncodeTask, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], *, reads: bool = True
 ) -> EncodePlan | None:
     """Plan over the first source with the same shards as parts, and this one whole, encoding all changed passages; None
-    without one, or if that is not the source of refined views to keep: `carry_shard` takes them passage by passage.
-    What a source of another index has beside the corpus does not count as deleted. Without `reads` the plan is for its
-    rows alone: no shard is read."""
+    without one, or if that is not the source of refined views to keep, or not the first source of vectors of another
+    program: `carry_shard` takes them passage by passage. What a source of another index has beside the corpus does not
+    count as deleted. Without `reads` the plan is for its rows alone: no shard is read."""
     for source in sources:
         version = source.version
         with suppress(MissingInputError, StorageError):  # `carry_shard` reports what it cannot take
@@ -363,9 +363,9 @@ def _plan_over_base(
                 if source.is_refined and reads:
                     num_unlearned = _num_unlearned(source, sources, [*replaced_ids, *deleted_ids])
                 own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
-                num_deleted = len(deleted_ids) if version.index == index else 0
+                num_deleted = len(deleted_ids) if version.index == task.draft.index else 0
                 return EncodePlan(changed_rows, own, deleted_ids, num_deleted, num_unlearned)
-        if source.is_refined:
+        if source.is_refined or task.is_external:
             return None
     return None
 

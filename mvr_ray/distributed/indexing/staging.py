@@ -81,13 +81,15 @@ class EncodePlan:
 
 
 class EncodeTask(NamedTuple):
-    """Arguments of a worker. `draft` is the version to build, without shards; `key` names the staging folder."""
+    """Arguments of a worker. `draft` is the version to build, without shards; `key` names the staging folder.
+    `is_external`: another program made the vectors, so those of a text may differ between versions."""
 
     store: str
     draft: Manifest
     key: str
     tokens_per_batch: int
     sort_window: int
+    is_external: bool = False
 
     def chunk_path(self, chunk: ChunkRange) -> str:
         return paths.staged_chunk(self.draft.index, self.key, chunk.shard, chunk.start)
@@ -182,13 +184,17 @@ def encode_task(
     """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
     passages are kept, `vectors` the digest of given vectors.
 
-    The staging key covers everything that changes an embedding's bytes. Raises ShardIndexError for index parameters
-    that do not fit the encoder.
+    The staging key covers everything that changes an embedding's bytes; for vectors of another program also the live
+    version, whose vectors stay where none are given. Raises ShardIndexError for index parameters that do not fit the
+    encoder.
     """
     store, index = Store(run.store.path), run.index
     params = checked_params(run, encoder.dimension)
+    parent = before.version if before else manifests.latest_version(store, index.name)
     stage_parts = [corpus.digest, *_encoding(index, encoder.fingerprint)]
-    key = _digest([*stage_parts, *([before.content_digest()] if before else []), *([vectors] if vectors else [])])
+    stage_parts += [before.content_digest()] if before else []
+    stage_parts += [vectors, parent] if encoder.is_external else []
+    key = _digest(stage_parts)
     draft = Manifest(
         index=index.name,
         operation=REFINED if before else "index",
@@ -202,11 +208,13 @@ def encode_task(
         corpus_digest=corpus.digest,
         index_params=asdict(params),
         shards=(),
-        parent=before.version if before else manifests.latest_version(store, index.name),
+        parent=parent,
         refined_queries=before.refined_queries if before else {},
         config_digest=config_digest(index, encoder.fingerprint, params),
     )
-    return EncodeTask(store.address, draft, key, index.tokens_per_batch, index.sort_window)
+    return EncodeTask(
+        store.address, draft, key, index.tokens_per_batch, index.sort_window, is_external=encoder.is_external
+    )
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, *shards: int) -> list[ChunkRange]:
