@@ -108,9 +108,9 @@ def apply_batch(
 ) -> BatchReport:
     """Make the next corpus from the last one, `parent`, and a batch of its source, whose files are `listing`.
 
-    Late files of the listing are recorded too. The batch ends before a file that deletes by a filter, which applies to
-    what the files before it make of the corpus. Raises PublishConflictError if the corpus was changed, or replaced
-    by a roll back in `index`, meanwhile.
+    Late files of the listing are recorded too. The batch ends before a dump and before a file that deletes by a filter,
+    which apply to what the files before them make of the corpus. Raises PublishConflictError if the corpus was changed,
+    or replaced by a roll back in `index`, meanwhile.
     """
     changes: list[Changes[Content]] = []
     before = parent.info.change_files
@@ -119,7 +119,7 @@ def apply_batch(
         if (path := _local_copy(source, file.name)) is None:
             continue
         with storage_errors("read", source.where(file.name)):
-            if changes and _deletes_by_filter(path, parent, cfg):
+            if changes and (DUMP_NAME.search(file.name) or _deletes_by_filter(path, parent, cfg)):
                 break
             record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
             try:
@@ -150,8 +150,7 @@ def row_of(passage_id: str, source: Store, corpus: Corpus, cfg: PrepareConfig, b
 
 def _deletes_by_filter(path: Path, corpus: Corpus, cfg: PrepareConfig) -> bool:
     with suppress(DataError):  # which the caller raises again
-        records = () if DUMP_NAME.search(path.name) else read_records(path, corpus, cfg)
-        return any(isinstance(record, FilteredDeletion) for record in records)
+        return any(isinstance(record, FilteredDeletion) for record in read_records(path, corpus, cfg))
     return False
 
 

@@ -218,20 +218,37 @@ def test_a_file_that_the_system_does_not_let_read_is_an_error_that_a_follower_tr
     assert texts_of(store) == FIRST
 
 
-def test_a_dump_in_an_encoding_that_cannot_be_read_is_left_out_and_later_ones_are_applied(tmp_path: Path):
-    def dump(revision: int, encoding: str) -> str:
-        return (
-            f'<?xml version="1.0" encoding="{encoding}"?><mediawiki><page><title>T</title><ns>0</ns><id>1</id>'
-            f"<revision><id>{revision}</id><text>Text {revision}.</text></revision></page></mediawiki>"
-        )
+def dump(revision: int, page: int = 1, encoding: str = "utf-8", mark: str = "") -> str:
+    return (
+        f'<?xml version="1.0" encoding="{encoding}"?><mediawiki><page><title>T</title><ns>0</ns><id>{page}</id>{mark}'
+        f"<revision><id>{revision}</id><text>Text {revision}.</text></revision></page></mediawiki>"
+    )
 
+
+def make_corpus_of_dump(store: Store, folder: Path) -> None:
+    (folder / "first.xml").write_text(dump(1))
+    sources = [SourceConfig(path=str(folder / "first.xml"))]
+    prepare(CONFIG.model_copy(update={"sources": sources, "fields": {"revision_id": "int"}}), store)
+
+
+@pytest.mark.parametrize("count", [1, 99])
+def test_in_whatever_batches_a_dump_is_compared_with_what_the_files_before_it_left(count: int, tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "changes")
+    make_corpus_of_dump(store, tmp_path)
+    names = ["1.xml", "2.xml", "3.jsonl"]
+    source.write_bytes("1.xml", dump(2, page=5).encode())
+    source.write_bytes("2.xml", dump(3, page=5, mark='<redirect title="T" />').encode())
+    source.write_bytes("3.jsonl", b'{"id": "6", "text": "sixth"}')
+    assert [file.name for _ in range(3) for file in apply_next(store, source, count).files] == names
+    assert texts_of(store) == {"1": "Text 1.", "6": "sixth"}, "the page is a redirect by now"
+
+
+def test_a_dump_in_an_encoding_that_cannot_be_read_is_left_out_and_later_ones_are_applied(tmp_path: Path):
     store, source = Store(tmp_path / "store"), Store(tmp_path / "changes")
     (tmp_path / "changes").mkdir()
-    (tmp_path / "first.xml").write_text(dump(1, "utf-8"))
-    sources = [SourceConfig(path=str(tmp_path / "first.xml"))]
-    prepare(CONFIG.model_copy(update={"sources": sources, "fields": {"revision_id": "int"}}), store)
+    make_corpus_of_dump(store, tmp_path)
     for number, encoding in ((2, "GBK"), (3, "utf-8")):
-        (tmp_path / "changes" / f"{number}.xml").write_text(dump(number, encoding))
+        (tmp_path / "changes" / f"{number}.xml").write_text(dump(number, encoding=encoding))
     apply_next(store, source)
     assert "2.xml is not a whole MediaWiki dump" in problems(store)["2.xml"]
     assert texts_of(store) == {"1": "Text 3."} and not problems(store)["3.xml"]
