@@ -1,5 +1,6 @@
 """Builds an index: prepares passages, publishes a version over them, and writes the run file of the store."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.run_settings import absolute, sections, with_settings
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.config.loader import PACKAGED_MODEL, write_yaml
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, without_keys
@@ -20,6 +22,7 @@ from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import parent_corpus
 from mvr_ray.types import Progress
 
+log = logging.getLogger(__name__)
 GIVEN_BY_ARGUMENTS = (
     ("store", "path", "path"),
     ("encoder", "backbone", "model"),
@@ -64,6 +67,7 @@ def build(
         with suppress(MissingInputError):
             before = parent_corpus(store, run.prepare.corpus, run.index.name)
         report = prepare(run.prepare, store, callback, records, run.evaluate.match)
+        _warn_of_others(run, store, report.digest)
         try:
             manifest = index(own_run, callback)
         except DataError:  # vectors that do not fit the passages
@@ -77,6 +81,19 @@ def build(
     run_file = without_keys(write_yaml(own_settings))
     store.write_bytes(paths.RUN_FILE, run_file.encode())
     return run
+
+
+def _warn_of_others(run: RunConfig, store: Store, digest: str) -> None:
+    """Log a warning of each other index of the corpus that this one, of a digest, has replaced."""
+    for name in store.list(paths.INDEXES):
+        with suppress(MissingInputError, StorageError):
+            live = manifests.read(store, name)
+            if name != run.index.name and live.corpus == run.prepare.corpus and live.corpus_digest != digest:
+                log.warning(
+                    "index %r is of corpus %r, too, and its next change applies to the passages of this build; for "
+                    'passages of its own give this one another corpus: settings={"prepare": {"corpus": NAME}}',
+                    *(name, live.corpus),
+                )
 
 
 def reindex(run: RunConfig, progress: Progress) -> Manifest:

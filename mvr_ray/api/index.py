@@ -103,7 +103,8 @@ class Index:
         shows none; a callback gets (what, count, total).
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
-        an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
+        an interrupted build continues. Another index of the store (`index.name`) gets them with its next change, unless
+        its `prepare.corpus` is another. Raises ConfigError, DataError, EncoderError, ResourceError.
         """
         return cls(build(passages, model, path, vectors, settings, progress))
 

@@ -1374,6 +1374,21 @@ def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_
     assert (again.manifest.version, again.manifest.metrics["encoded"], len(again)) == (2, 0, 20)
 
 
+def test_a_build_names_another_index_whose_next_change_applies_to_its_passages(
+    index: Index, tiny_backbone: Path, caplog
+):
+    def build(rows: list, **prepare: str) -> None:
+        settings = SMALL | {"index": {"name": "second"}, "prepare": {**SMALL.get("prepare", {}), **prepare}}
+        Index.build(rows, model=str(tiny_backbone), path=index.run.store.path, settings=settings)
+
+    build(ROWS)
+    build(ROWS[:3], corpus="other")
+    assert "too, and its next change" not in caplog.text
+    build(ROWS[:3])
+    assert "index 'index' is of corpus 'corpus', too, and its next change applies to the passages" in caplog.text
+    assert index.upsert([("new", "A tower.")]).num_passages == 4
+
+
 def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_hits(index: Index):
     questions = [
         ("who built tower 7?", "king 49"),
