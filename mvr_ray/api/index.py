@@ -119,8 +119,9 @@ class Index:
         """Open the index of a store, or the one that a run file (`.yaml`) describes.
 
         `name` selects one of several indexes of a store. `settings` override the run file. A store of the command line
-        has no run file: what the store records then takes its place, and other settings have their defaults. Raises
-        MissingInputError if there is none, ConfigError, also for another `name` than that of a run file.
+        has no run file, and that of a store describes the index that was built last: for others what the store records
+        takes its place, and other settings have their defaults. Raises MissingInputError if there is none, ConfigError,
+        also for another `name` than that of a run file.
         """
         run, has_run_file = read_run(path, name, settings)
         index = cls(run)

@@ -31,10 +31,11 @@ def read_run(
             )
     else:
         store = Store(text)
-        if has_run_file := name is None and store.exists(paths.RUN_FILE):
-            base = load_run(store.local_path(paths.RUN_FILE)).model_dump(mode="json", exclude_unset=True)
+        run = load_run(store.local_path(paths.RUN_FILE)) if store.exists(paths.RUN_FILE) else None
+        if run and name in (None, run.index.name):
+            has_run_file, base = True, run.model_dump(mode="json", exclude_unset=True)
         else:
-            base = _run_of_store(store, name)
+            has_run_file, base = False, _run_of_store(store, name)
         base["store"] = {"path": location}
     for section, values in sections(settings).items():
         base[section] = {**base.get(section, {}), **values}

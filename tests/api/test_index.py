@@ -1374,6 +1374,16 @@ def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_
     assert (again.manifest.version, again.manifest.metrics["encoded"], len(again)) == (2, 0, 20)
 
 
+def test_the_run_file_of_a_store_describes_the_index_that_it_names_also_where_a_caller_names_it(
+    index: Index, tiny_backbone: Path
+):
+    settings, store = SMALL | {"index": {"name": "second"}, "search": {"hybrid": 7}}, index.run.store.path
+    second = Index.build(ROWS, model=str(tiny_backbone), path=store, settings=settings)
+    assert Index.open(store).run == Index.open(store, name="second").run == second.run
+    first = Index.open(store, name="index")
+    assert (first.run.index.name, first.run.search.hybrid) == ("index", None)
+
+
 def test_a_build_names_another_index_whose_next_change_applies_to_its_passages(
     index: Index, tiny_backbone: Path, caplog
 ):
