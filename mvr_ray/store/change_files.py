@@ -108,9 +108,9 @@ def apply_batch(
 ) -> BatchReport:
     """Make the next corpus from the last one, `parent`, and a batch of its source, whose files are `listing`.
 
-    Late files of the listing are recorded too. The batch ends before a dump and before a file that deletes by a filter,
-    which apply to what the files before them make of the corpus. Raises PublishConflictError if the corpus was changed,
-    or replaced by a roll back in `index`, meanwhile.
+    Late files of the listing are recorded too. The batch ends before a dump, a file that deletes by a filter, and one
+    that may name a chunk of a passage in a file before it: they apply to what those make of the corpus.
+    Raises PublishConflictError if the corpus was changed, or replaced by a roll back in `index`, meanwhile.
     """
     changes: list[Changes[Content]] = []
     before = parent.info.change_files
@@ -123,9 +123,13 @@ def apply_batch(
                 break
             record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
             try:
-                changes.append(read_changes(path, parent, cfg))
+                own = read_changes(path, parent, cfg)
             except DataError as error:
                 record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
+            else:
+                if cfg.chunk_words and any(source_id(name) in one.upserts for one in changes for name in own.ids()):
+                    break
+                changes.append(own)
         files.append(record)
     names = {file.name for file in listing}
     processed_files = sorted([*before, *files], key=lambda file: file.name)

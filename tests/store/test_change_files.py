@@ -218,6 +218,18 @@ def test_a_file_that_the_system_does_not_let_read_is_an_error_that_a_follower_tr
     assert texts_of(store) == FIRST
 
 
+@pytest.mark.parametrize("count", [1, 99])
+def test_in_whatever_batches_a_file_that_names_a_chunk_of_the_files_before_it_is_left_out(count: int, tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    make_corpus(store, tmp_path, {"a": "one"}, chunk_words=2)
+    source.write_bytes("1.jsonl", change_lines({"b": "two three four"}).encode())
+    source.write_bytes("2.jsonl", change_lines({"b#1": "five", "c": "six"}).encode())
+    for _ in range(2):
+        apply_next(store, source, count, CONFIG.model_copy(update={"chunk_words": 2}))
+    assert texts_of(store) == {"a#0": "one", "b#0": "two three", "b#1": "four"}
+    assert problems(store)["2.jsonl"].startswith("'b#1' is a chunk in corpus 'corpus'")
+
+
 def dump(revision: int, page: int = 1, encoding: str = "utf-8", mark: str = "") -> str:
     return (
         f'<?xml version="1.0" encoding="{encoding}"?><mediawiki><page><title>T</title><ns>0</ns><id>{page}</id>{mark}'
