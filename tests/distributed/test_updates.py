@@ -618,6 +618,16 @@ def test_learned_views_of_a_pruned_version_are_not_dropped_in_silence(first_stor
     assert "is not kept" not in caplog.text, "nothing was refined since"
 
 
+def test_a_version_with_all_views_takes_none_of_a_version_that_was_refined_and_pruned(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    add_views(store, build_index.index(run), {"p03"})
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p05": 51}), index="index")
+    pruned_version = build_index.index(own_run(run_over, root, 3, prune_views=0.9))
+    version = build_index.index(run)
+    assert (pruned_version.operation, version.operation, version.metrics["encoded"]) == ("index:refined", "index", 1)
+
+
 def test_an_update_of_pruned_versions_alone_says_that_it_encodes_what_did_not_change(
     first_store, run_over, tmp_path, caplog
 ):

@@ -216,7 +216,8 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = is_refined, version.corpus_digest, tuple(entry.digest for entry in version.shards)
                 corpora.setdefault(key, EmbeddedCorpus(store, version, is_refined))
-            if same and version.operation == REFINED and version.parent in versions:
+            has_all_views = "pruned_views" not in version.metrics
+            if same and has_all_views and version.operation == REFINED and version.parent in versions:
                 with_parent.append(EmbeddedCorpus(store, version, parent=versions[version.parent]))
     return [*sorted(corpora.values(), key=lambda source: not source.is_refined), *with_parent]
 
