@@ -11,7 +11,7 @@ from mvr_ray.api.progress import progress_callback
 from mvr_ray.api.run_settings import absolute, sections, with_settings
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.config.loader import PACKAGED_MODEL, write_yaml
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, NoTokensError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -67,14 +67,14 @@ def build(
         with suppress(MissingInputError):
             before = parent_corpus(store, run.prepare.corpus, run.index.name)
         report = prepare(run.prepare, store, callback, records, run.evaluate.match)
-        _warn_of_others(run, store, report.digest)
         try:
             manifest = index(own_run, callback)
-        except DataError:  # vectors that do not fit the passages
+        except (DataError, NoTokensError):  # vectors that do not fit the passages, a text that the encoder refuses
             last = Corpus.open(store, run.prepare.corpus)
             if before and last.digest == report.digest:
                 before.publish(after=last.number)  # from which the live version's changes go on
             raise
+    _warn_of_others(run, store, report.digest)
     if vectors is not None:
         run = with_settings(run, index={"encoder": manifest.encoder_fingerprint})
     own_settings = run.model_dump(mode="json", exclude_unset=True)

@@ -14,6 +14,7 @@ import ray
 import yaml
 from waiting import lines_of
 
+from mvr_ray import Index
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.session import ClusterInfo
@@ -167,19 +168,37 @@ def test_a_follower_that_ended_between_corpus_and_version_publishes_the_version(
     assert live(run).content_digest() == before.content_digest()
 
 
-@pytest.mark.usefixtures("without_ray")
-@pytest.mark.ray
-def test_a_passage_that_the_encoder_refuses_is_named_by_its_row_until_a_later_file_corrects_it(
-    corpus_store: Path, tiny, source: Path, run_over, tmp_path: Path
-):
-    """Of a model without special tokens around a text, whose tokenizer drops a letter."""
+@pytest.fixture
+def bare_backbone(tiny, tmp_path: Path) -> Path:
+    """A model without special tokens around a text, whose tokenizer drops a letter."""
     backbone = Path(shutil.copytree(tiny("llama"), tmp_path / "bare"))
     no_stars = {"type": "Replace", "pattern": {"String": "*"}, "content": ""}
     tokenizer = json.loads((backbone / "tokenizer.json").read_text())
     (backbone / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None, "normalizer": no_stars}))
+    return backbone
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.ray
+def test_a_build_with_a_passage_that_the_encoder_refuses_leaves_the_corpus_that_changes_start_from(
+    bare_backbone: Path, tmp_path: Path
+):
+    settings = {"encoder": {"max_passage_tokens": 16, "num_views": 2}}
+    index = Index.build([("a", "One text.")], model=bare_backbone, path=tmp_path / "own", settings=settings)
+    with pytest.raises(NoTokensError, match="passage 'odd' has no token"):
+        Index.build([("odd", "***")], model=bare_backbone, path=tmp_path / "own", settings=settings)
+    index.upsert([("b", "Another text.")])
+    assert sorted(passage.id for passage in index) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.ray
+def test_a_passage_that_the_encoder_refuses_is_named_by_its_row_until_a_later_file_corrects_it(
+    corpus_store: Path, bare_backbone: Path, source: Path, run_over, tmp_path: Path
+):
     store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
     sections = {
-        "encoder": {"backbone": str(backbone), "max_passage_tokens": 16, "num_views": 2},
+        "encoder": {"backbone": str(bare_backbone), "max_passage_tokens": 16, "num_views": 2},
         "follow": {"source": str(source), "max_age_s": 0, "poll_s": 0.01},
     }
     run = run_over(store, **sections)
