@@ -16,11 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from mvr_ray.config import RunConfig, loader, parse_run
 from mvr_ray.config.base import ALLOWED, Count, Name, Section, explain
 from mvr_ray.errors import ConfigError
+from mvr_ray.studies.refinement_simulator import expand_settings
 
 StepName = Literal[
     "train", "mine", "index", "refine", "evaluate", "analyze",
@@ -30,13 +31,13 @@ StepName = Literal[
 Options = Mapping[str, Any]
 """Options of a measure beyond the run file."""
 NO_OPTIONS: Options = MappingProxyType({})
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "cost": ("passages", "questions", "repeats"),
-    "refinement_grid": ("settings",),
-    "reading": ("questions",),
-    "entity_frequency": ("k",),
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "cost": {"passages": Count, "questions": Count, "repeats": Count},
+    "refinement_grid": {"settings": list[dict[str, Any]]},
+    "reading": {"questions": list[Name]},
+    "entity_frequency": {"k": Annotated[list[Count], Field(min_length=1)]},
 }
-"""Names of the options of each measure."""
+"""The options of each measure, with their types."""
 BM25, WITH_BM25 = "BM25", ", with BM25"
 """Names in reports and in contrasts: BM25 alone, and the suffix of a variant fused with it."""
 
@@ -58,10 +59,17 @@ class StepConfig(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> "StepConfig":
-        names = OPTIONS.get(self.stage, ())
+        names = OPTIONS.get(self.stage, {})
         if unknown_names := [name for name in self.options if name not in names]:
             known_names = f"it has {', '.join(names)}" if names else "it has none"
             raise ValueError(f"{self.stage} has no option {unknown_names[0]!r}; {known_names}")
+        for name, value in self.options.items():
+            try:
+                TypeAdapter(names[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"]
+                raise ValueError(f"option {name} of {self.stage} is {value!r:.80}: {problem}") from None
+        list(expand_settings(self.options.get("settings", [])))
         return self
 
 

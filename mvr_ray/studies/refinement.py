@@ -6,8 +6,7 @@ setting a value, and several lists all their combinations. Labels come from `ref
 thousand.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,13 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.studies.definition import NO_OPTIONS, Options
-from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
+from mvr_ray.studies.refinement_simulator import (
+    LabelledQuestions,
+    RefinementSimulator,
+    Round,
+    Setting,
+    expand_settings,
+)
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 MOST_VECTORS = 2_000_000
@@ -139,19 +144,6 @@ def _setting_result(run: RunConfig, setting: Setting, label: str, rounds: Sequen
         for each in rounds
     ]
     return SettingResult(label, setting._asdict(), best_round, last_round, final_round, lowest_loss, rounds)
-
-
-def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each entry for every combination of its lists' values. Raises ConfigError for an unknown field."""
-    for entry in settings:
-        unknown_fields = sorted(set(entry) - set(Setting._fields))
-        if unknown_fields:
-            raise ConfigError(
-                f"refinement_grid: unknown field {unknown_fields[0]!r}; a setting has {', '.join(Setting._fields)}"
-            )
-        lists = {name: value if isinstance(value, list) else [value] for name, value in entry.items()}
-        for values in itertools.product(*lists.values()):
-            yield dict(zip(lists, values))
 
 
 def find_ending(

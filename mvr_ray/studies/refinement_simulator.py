@@ -12,13 +12,15 @@ Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labe
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from scipy.sparse import csr_array
 
+from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.refining import aopt, feedback
@@ -33,6 +35,7 @@ from mvr_ray.core.refining.pseudo_labels import (
 from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES, MOVES_QUERIES, ONE_SHOT
 from mvr_ray.core.searching.exact import ranks
 from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews
+from mvr_ray.errors import ConfigError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
@@ -68,6 +71,9 @@ class Setting(NamedTuple):
     push: float = 0.0
     decay: float = 1.0
     seed: int = 0
+
+
+_SETTING = TypeAdapter(Setting)
 
 
 class LabelledQuestions(NamedTuple):
@@ -261,6 +267,25 @@ class RefinementSimulator:
             [rank if answers else None for rank, answers in zip(answer_Q.tolist(), questions.answers_Q)],
             [rank if gold else None for rank, gold in zip(gold_Q.tolist(), questions.gold_Q)],
         )
+
+
+def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each entry for every combination of its lists' values. Raises ConfigError for an unknown field or a wrong
+    value."""
+    for entry in settings:
+        unknown_fields = sorted(set(entry) - set(Setting._fields))
+        if unknown_fields:
+            raise ConfigError(
+                f"refinement_grid: unknown field {unknown_fields[0]!r}; a setting has {', '.join(Setting._fields)}"
+            )
+        lists = {name: value if isinstance(value, list) else [value] for name, value in entry.items()}
+        for values in itertools.product(*lists.values()):
+            fields = dict(zip(lists, values))
+            try:
+                _SETTING.validate_python(fields, strict=True)
+            except ValidationError as error:
+                raise ConfigError(f"refinement_grid: a setting is {fields}; {describe_problems(error)}") from None
+            yield fields
 
 
 def _accuracy(ranks_Q: IntArray, labels_Q: Sequence[Collection[Any]], ks: Sequence[int]) -> dict[int, float]:

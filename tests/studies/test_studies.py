@@ -371,8 +371,23 @@ def test_what_a_study_file_gets_wrong_is_reported_before_anything_runs(write):
     nowhere = {"stage": "train", "only": ["vast"]}
     check_refusal("variant 'a', step train: no size 'vast'; there are", variants=[{"name": "a", "steps": [nowhere]}])
     check_refusal("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
-    with pytest.raises(ConfigError, match="unknown field 'betta'"):
-        list(expand_settings([{"betta": 1}]))
+    for setting, message in (
+        ({"betta": 1}, "unknown field 'betta'"),
+        ({"method": ["linear", "feedback_view"]}, "a setting is .*'feedback_view'.*method: Input should be"),
+        ({"move": "all"}, "move: Input should be 'winner' or 'every'"),
+        ({"weight": "0.7"}, "weight: Input should be a valid number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(expand_settings([setting]))
+        grid = {"stage": "refinement_grid", "options": {"settings": [setting]}}
+        check_refusal(f"steps.0: .*{message}", steps=[grid])
+    for stage, options, message in (
+        ("entity_frequency", {"k": 5}, "option k of entity_frequency is 5: .*list"),
+        ("entity_frequency", {"k": [0]}, r"option k of entity_frequency is \[0\]: .*greater than or equal to 1"),
+        ("reading", {"questions": "dev"}, "option questions of reading is 'dev': .*list"),
+        ("cost", {"repeats": 2.5}, "option repeats of cost is 2.5: .*integer"),
+    ):
+        check_refusal(f"steps.0: {message}", steps=[{"stage": stage, "options": options}])
 
 
 ARTICLES = ["a", "a", "b", "b", "b", "c", "c", "d", "d", "e"]
