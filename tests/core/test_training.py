@@ -258,6 +258,23 @@ def test_one_process_in_any_chunks_is_plain_autograd(name, chunk):
     assert_same(gradients(encoder), {key: 4 * gradient for key, gradient in expected.items()})
 
 
+@pytest.mark.parametrize("held", ["question", "passage"])
+def test_a_loss_that_holds_one_side_still_moves_only_the_other_in_chunks(held):
+    def loss(queries_QD, views_PVD, mask_PV):
+        queries_QD, views_PVD = (
+            own.detach() if side == held else own for side, own in (("question", queries_QD), ("passage", views_PVD))
+        )
+        return joined_loss("own")(queries_QD, views_PVD, mask_PV)
+
+    results = []
+    for chunk in (0, 3):
+        encoder = ToyEncoder()
+        loss_and_gradients(encoder, share_of(0, 1), loss, PassSettings(chunk=chunk))
+        results.append(gradients(encoder))
+        assert results[-1] and not any(name.startswith(held) for name in results[-1])
+    assert_same(*results)
+
+
 def test_cached_passes_draw_the_same_dropout_twice():
     """Dropout drawn by chunk: the cached gradient is that of one graph over the same chunks."""
     encoder = ToyEncoder(dropout=0.4)

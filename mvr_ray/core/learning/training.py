@@ -136,8 +136,8 @@ def loss_and_gradients(
         second_queries = (encode() for encode in _passes(encoder, _QUESTIONS, share, settings))
         second_views = (encode().views_PVD for encode in _passes(encoder, _PASSAGES, share, settings))
         for second, vectors in ((second_queries, queries_QD), (second_views, views_PVD)):
-            assert vectors.grad is not None
-            for part, gradient in zip(second, vectors.grad.split(settings.chunk)):
+            pieces = () if vectors.grad is None else vectors.grad.split(settings.chunk)  # a loss may hold a side still
+            for gradient, part in zip(pieces, second):
                 (part * gradient).sum().backward()
     return StepOutput(LossTerms(*(term.detach() for term in terms)), all_QD.detach(), all_PVD.detach(), all_PV)
 
