@@ -33,7 +33,8 @@ class Plot(NamedTuple):
 
 
 def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
-    """Draw every plot for which the study has values."""
+    """Draw every plot for which the study has values, each under a name of its own: of equal ones, the second and
+    further ones end in a number."""
     plots = [*_bars(study, results), *_learning_curves(study, results), *_budget(results)]
     for result in results:
         for _, report in stage_reports([result], "analyze", first_seed=True):
@@ -41,7 +42,13 @@ def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
                 plots.append(_attention(result.name, report["attention_kl_table"]))
         for _, report in stage_reports([result], "refinement_grid"):
             plots += [*_grids(result.name, report), *_curves(result.name, report)]
-    return [*plots, *_trade_off(results)]
+    plots += _trade_off(results)
+    names: set[str] = set()
+    for at, plot in enumerate(plots):
+        numbered_names = itertools.chain([plot.name], (f"{plot.name}-{number}" for number in itertools.count(2)))
+        plots[at] = plot._replace(name=next(name for name in numbered_names if name not in names))
+        names.add(plots[at].name)
+    return plots
 
 
 def _percents(cells: Iterable[Cell]) -> np.ndarray:
@@ -173,7 +180,8 @@ def _curves(name: str, report: Report) -> Iterator[Plot]:
                 accuracy_axes.plot(values, style, label=f"{questions} {kind}", color=f"C{number}")
                 accuracy_axes.plot(trial["chosen"], values[trial["chosen"]], "o", color=f"C{number}")
         accuracy_axes.legend(fontsize=6)
-        loss_axes.plot([np.nan if state["loss"] is None else state["loss"] for state in rounds])
+        # the loss of a round is that of the state before it
+        loss_axes.plot([np.nan if state["loss"] is None else state["loss"] for state in rounds[1:]])
         loss_axes.axvline(trial["lowest_loss"], linestyle=":", color="grey")
         for at in (0, -1):
             largest = [state["sets"][at]["hubs"]["most"] for state in rounds]

@@ -179,6 +179,14 @@ def test_the_heat_map_of_attention_has_view_i_in_row_i(study, heat_maps):
     assert draw_plots(study, [result("one view", analyze=[{"attention_kl_table": None}])]) == []
 
 
+def test_every_plot_has_a_file_name_of_its_own(study):
+    names, table = ["gamma 0.1", "gamma -0.1", "α", "γ", "gamma 0.1 2"], [[0.0, 1.0], [1.0, 0.0]]
+    drawn = draw_plots(study, [result(name, analyze=[{"attention_kl_table": table}]) for name in names])
+    assert [plot.title.partition(":")[0] for plot in drawn] == names
+    endings = ["-gamma-0-1", "-gamma-0-1-2", "-", "--2", "-gamma-0-1-2-2"]
+    assert [plot.name for plot in drawn] == [f"attention-kl{ending}" for ending in endings]
+
+
 @pytest.mark.parametrize(("keeps_length", "file_name"), [(True, "length-kept"), (False, "raw")])
 def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, heat_maps, keeps_length, file_name):
     def one(beta: float, gamma: float) -> dict:
@@ -196,6 +204,21 @@ def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study,
         assert rows == ["0.1", "0.2", "0.3"]
         expected = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
         assert cells == expected
+
+
+def test_the_mark_of_the_lowest_loss_is_at_the_lowest_point_of_its_curve(study, monkeypatch):
+    figures = []
+    keep = plots._plot
+    monkeypatch.setattr(plots, "_plot", lambda figure, *names: figures.append(figure) or keep(figure, *names))
+    accuracy = {"questions": "known", "answer": {"1": 0.5}, "gold": {"1": 0.5}, "hubs": {"most": 1}}
+    losses = [None, 3.0, 2.0, 1.0, 2.0]  # of a round, measured before its step
+    rounds = [{"loss": loss, "norm_mean": 1.0, "sets": [accuracy]} for loss in losses]
+    setting = {"method": "passage", "keep_length": True}
+    trial = {"label": "a", "setting": setting, "chosen": 1, "lowest_loss": 2, "rounds": rounds}
+    draw_plots(study, [result("a", refinement_grid=[{"tried": [trial]}])])
+    curve, mark = figures[0].axes[1].lines
+    lowest = int(np.argmin(curve.get_ydata()))
+    assert (list(curve.get_ydata()), curve.get_xdata()[lowest]) == (losses[1:], mark.get_xdata()[0])
 
 
 def test_heat_maps_are_of_the_depths_that_a_study_measures(study, heat_maps):
