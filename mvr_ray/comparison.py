@@ -29,7 +29,7 @@ from scipy import stats
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, Groups, interval_over_seeds, ndcg, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
-from mvr_ray.store.formats.ranked_ids import QuestionHits, is_trec_run, read_ranked_ids
+from mvr_ray.store.formats.ranked_ids import QuestionHits, is_trec_run, read_ranked_ids, rows_by_id
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.trec import read_qrels
@@ -321,7 +321,7 @@ def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
                 f"count; retrieve it again with format=jsonl or format=parquet, which write their ids"
             )
         relevant, first = judgements.relevant, rows[0].id
-        row_of = {str(row.id): row for row in rows if row.id in relevant}
+        row_of = rows_by_id((row for row in rows if row.id in relevant), path)
         if not row_of:
             raise DataError(
                 f"{path} ranks none of the {len(relevant)} questions that {judgements.path} judges (first: "

@@ -261,6 +261,9 @@ def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path, cap
     (tmp_path / "b.trec").write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(DataError, match=r"question 'q0' ranks passage '.*' twice; keep the better rank"):
         compare(tmp_path / "a.trec", tmp_path / "b.trec", [1], qrels=qrels)
+    write_ranking([rows[0], *rows], tmp_path / "b.jsonl", "jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl ranks question 'q0' twice; give each question set a file"):
+        compare(tmp_path / "a.trec", tmp_path / "b.jsonl", [1], qrels=qrels)
 
 
 def test_gold_passages_of_a_question_file_count_as_judgements_do(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store, address_name, copy_name, local_copy, name_address
 from mvr_ray.store.formats.question_ranks import QuestionRanks
-from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids
+from mvr_ray.store.formats.ranked_ids import QuestionHits, read_ranked_ids, rows_by_id
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.questions import articles_of, own_passages, read_questions, require_gold_passages
@@ -328,7 +328,7 @@ def _rank_by_file(
     file has no ids."""
     matcher = AnswerMatcher(run.evaluate.match)
     has_ids = all(row.id is not None for row in rows)
-    row_of = {row.id if has_ids else row.text: row for row in rows}
+    row_of = rows_by_id(rows, ranking) if has_ids else {row.text: row for row in rows}
     count, total = 0, sum(len(own.questions) for own in sets)
     for name, questions in sets:
         names = [question.id if has_ids else question.text for question in questions]

@@ -159,6 +159,13 @@ def test_what_ranks_other_questions_or_passages_or_too_few_is_refused(run_of, st
     file.write_text(file.read_text() + file.read_text().splitlines()[0] + "\n")
     with pytest.raises(DataError, match=f"question '{first}' ranks passage '.*' twice"):
         evaluate_ranking(run, str(file))
+    lines = tmp_path / "a.jsonl"  # of two sets that number their questions alike
+    rows = [
+        {"id": first, "question": text, "hits": [{"id": name, "score": 1}]} for text in "ab" for name in gold[first]
+    ]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=f"a.jsonl ranks question '{first}' twice; give each question set a file"):
+        evaluate_ranking(run, str(lines))
     write_run(file, scores)
     with pytest.raises(ConfigError, match=r"evaluate\.k is 5 or more, but .* ranks only 1 passage a question"):
         evaluate_ranking(run_of("dev", k=(5, 20)), str(file))

@@ -1,6 +1,6 @@
 """Read the ids of the passages in a ranking of any program: TREC run, DPR's or pyserini's JSON, JSON lines, Parquet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,16 @@ def read_ranked_ids(path: Path) -> list[QuestionHits]:
     if not rows:
         raise DataError(f"ranking {path} holds no question")
     return rows
+
+
+def rows_by_id(rows: Iterable[QuestionHits], path: Path | str) -> dict[str, QuestionHits]:
+    """Map rows with ids by them. Raises DataError where a question stands twice, as in a file of two question sets that
+    number their questions alike."""
+    row_of: dict[str, QuestionHits] = {}
+    for row in rows:
+        if row_of.setdefault(str(row.id), row) is not row:
+            raise DataError(f"{path} ranks question {row.id!r} twice; give each question set a file of its own")
+    return row_of
 
 
 def _trec(path: Path) -> Iterator[QuestionHits]:
