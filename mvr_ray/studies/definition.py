@@ -104,7 +104,8 @@ class SizeConfig(Section):
 class ContrastConfig(Section):
     """Compare `better` with `than`: the difference over the same seeds, with its 95 % interval.
 
-    Each is a variant, a variant followed by ", with BM25" where `evaluate.hybrid` is set, or BM25.
+    Each is a variant, a variant followed by ", with BM25" where `evaluate.hybrid` is set, or BM25: that of the first
+    variant with it.
     """
 
     better: str

@@ -13,13 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
+from mvr_ray.distributed.evaluate import BM25_SYSTEM
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, read_question_views
+from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.definition import BM25, Study
 from mvr_ray.studies.execute import StepRecord
 from mvr_ray.studies.report import ANSWERS
-from mvr_ray.studies.results import Report, curve_system_name, system_name, view_system_name
+from mvr_ray.studies.results import Report, bm25_name, curve_system_name, system_name, view_system_name
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 
 REPORTED_STAGES = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "reading"})
@@ -90,6 +92,8 @@ class _QuestionFiles:
             case "evaluate" if "ranks" not in report:
                 systems = {row["system"]: system_name(variant, row["system"]) for row in report["rows"]}
                 names = {system: curve_system_name(name, run.at) for system, name in systems.items()}
+                if (bm25_name(variant), run.seed) in self.ranks:
+                    names[BM25_SYSTEM] = bm25_name(variant)
                 own_names = {names[system] for system, name in systems.items() if name != BM25}  # BM25 has one seed
                 if any((name, run.seed) not in self.ranks for name in own_names):
                     return None
@@ -110,7 +114,7 @@ class _QuestionFiles:
     def _ranks_of(self, names: dict[str, str], seed: int) -> list[dict[str, Any]]:
         """Return the ranks of systems, each under its name in the step's report; `names` are those in the file."""
         return [
-            part._replace(system=system)._asdict()
+            to_plain(part._replace(system=system))
             for system, name in names.items()
             for part in self.ranks.get((name, seed), ())
         ]

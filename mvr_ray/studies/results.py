@@ -69,8 +69,9 @@ class _SystemRows:
 
 def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> list[VariantResult]:
     """Collect every variant over its seeds, followed by the other systems of its evaluation (BM25, once where it ranks
-    alike, and fusion with it)."""
+    alike, else also as `bm25_name`, and fusion with it)."""
     results: list[VariantResult] = []
+    words: list[VariantResult] = []
     for variant in study.config.variants:
         runs: dict[int, list[PlannedVariant]] = defaultdict(list)
         for run in plan.variants:
@@ -78,8 +79,11 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
                 runs[run.at].append(run)
         points = {at: _system_results(study, variant, own, records) for at, own in sorted(runs.items())}
         for name, result in points.pop(0, {}).items():
-            if name == BM25 and any((one.name, one.ranks) == (name, result.ranks) for one in results):
-                continue  # of another variant over the same passages
+            if name == BM25:
+                if any(one.ranks == result.ranks for one in words):
+                    continue  # of another variant over the same passages
+                result = result._replace(name=bm25_name(variant.name) if words else BM25)
+                words.append(result)
             curve = {at: systems[name] for at, systems in points.items() if name in systems and name != BM25}
             results.append(result._replace(curve=curve))
     return results
@@ -142,6 +146,11 @@ def with_views_from_zero(record: StepRecord) -> StepRecord:
 def system_name(variant: str, system: str) -> str:
     """Return the name in tables of a system in a variant's reports: that of a fusion with BM25 contains BM25's."""
     return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant
+
+
+def bm25_name(variant: str) -> str:
+    """Return the name of BM25 over the passages of a variant, where it ranks otherwise than over those before."""
+    return f"{BM25}, {variant}"
 
 
 def _kind(step: StepRecord) -> str:

@@ -1218,6 +1218,34 @@ def test_bm25_stands_once_where_every_variant_measures_it(write):
     assert len(keys) == len({*keys}) == 30
 
 
+def test_bm25_of_other_passages_has_a_name_of_its_own_also_from_an_earlier_report(write, tmp_path):
+    study = load_study(write({}, variants=STUDY["variants"][::2], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    mean, untrained = ({key for key in run.keys if plan.steps[key].stage == "evaluate"} for run in plan.variants)
+
+    def records_of(shares: dict[str, float]) -> dict[str, StepRecord]:
+        records = {}
+        for key, step in plan.steps.items():
+            report = {"passages_written": 9, "rows": [], "ranks": []}
+            for part in [fake(0.2, 1), fake(shares[key], 1, "bm25")] if key in shares else []:
+                ranks = [one | {"gold_ndcgs": []} for one in part["ranks"]]
+                report |= {"rows": report["rows"] + part["rows"], "ranks": report["ranks"] + ranks}
+            records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+        return records
+
+    for share, names in ((0.4, ["BM25", "BM25, untrained"]), (0.3, ["BM25"])):
+        records = records_of({**dict.fromkeys(mean, 0.3), **dict.fromkeys(untrained, share)})
+        for name, content in make_report(study, plan, records).files.items():
+            (tmp_path / name).write_bytes(content)
+        earlier = read_report(tmp_path, study, plan)
+        for one in (records, earlier, records | {key: earlier[key] for key in untrained}):
+            words = {one.name: one for one in variant_results(study, plan, one) if "BM25" in one.name}
+            assert list(words) == names
+            for result, value in zip(words.values(), (0.3, 0.4)):
+                assert result.cells["gold/top-1"].value == pytest.approx(value)
+                assert result.ranks[1].gold_ranks.count(0) == 10 * value
+
+
 def test_the_page_shows_every_character_and_column_of_a_name_with_marks(write):
     name = "a | *b* [c](d) \\_ &amp; 2*3*4"
     study = load_study(write({}, variants=[{**STUDY["variants"][0], "name": name}], sizes={"quick": {"seeds": [1]}}))
