@@ -30,6 +30,7 @@ class _RoundResult(NamedTuple):
     before: Accuracies
     after: Accuracies
     articles: Mapping[str, Sequence[str]]
+    seed: int
 
 
 def _rounds(results: Sequence[VariantResult]) -> Iterator[_RoundResult]:
@@ -46,7 +47,8 @@ def _rounds(results: Sequence[VariantResult]) -> Iterator[_RoundResult]:
             states += [(trial["label"], name, trial["setting"], rounds[at]) for at, name in names.items()]
         for label, name, setting, state in states:
             head: Row = {"index": variant.name, "setting": label, "round": name}
-            yield _RoundResult(variant, head, setting, state, _by_set(start), _by_set(state), _articles(report))
+            sets = _by_set(start), _by_set(state), _articles(report)
+            yield _RoundResult(variant, head, setting, state, *sets, report["seed"])
 
 
 def _articles(report: Report) -> dict[str, Sequence[str]]:
@@ -243,6 +245,7 @@ def refinement_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
             result.articles[name],
             accuracy["answer_ranks"],
             accuracy["gold_ranks"],
+            result.seed,
         )
         for result in _rounds(results)
         for name, accuracy in result.after.items()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from markdown_it import MarkdownIt
 
 from mvr_ray.store.files import without_keys
-from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, question_ranks_bytes
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, question_views_bytes
 from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables, view_tables
 from mvr_ray.studies.definition import Study
@@ -142,8 +142,11 @@ def _question_files(
     """Return the files of the ranks, answers and views of every question, where the study has some."""
     files: dict[str, bytes] = {}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
-    if ranks := [*question_ranks(results), *round_ranks, *entity_ranks]:
-        files[QUESTION_RANKS] = question_ranks_bytes(ranks)
+    ranks: dict[tuple[str, str, int], QuestionRanks] = {}
+    for one in (*question_ranks(results), *round_ranks, *entity_ranks):  # the last of a variant that is evaluated, too
+        ranks.setdefault((one.system, one.questions, one.seed), one)
+    if ranks:
+        files[QUESTION_RANKS] = question_ranks_bytes(ranks.values())
     if answers := [
         {"system": result.name, "questions": question_set["questions"], **value}
         for result, report in stage_reports(results, "reading")

@@ -125,7 +125,8 @@ def entity_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
     for result, report in stage_reports(results, "entity_frequency", first_seed=True):
         for fields in report["ranks"]:
             name = BM25 if fields["system"] == BM25_SYSTEM else result.name
-            ranks.setdefault((name, fields["questions"]), QuestionRanks(**fields)._replace(system=name))
+            own = QuestionRanks(**fields)._replace(system=name, seed=report["seed"])
+            ranks.setdefault((name, own.questions), own)
     return list(ranks.values())
 
 

@@ -591,6 +591,34 @@ def test_a_refinement_is_reported_before_it_where_it_is_kept_and_at_its_end(writ
     assert {"rounds-a-kept.png", "rounds-a-refused.png", "trade-off.png"} <= set(report.files)
 
 
+def test_every_question_of_a_system_and_seed_is_one_row_of_ranks(write):
+    steps = ["index", "evaluate", {"stage": "entity_frequency"}, {"stage": "refinement_grid"}]
+    study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1, 2]}}))
+    plan = plan_study(study)
+    setting = {"method": "passage", "step_size": 0.02, "keep_length": True}
+    trial = {"label": "steps", "setting": setting, "chosen": 1, "stopped": 1, "restored": 1, "lowest_loss": 1}
+    ids = [f"q{number}" for number in range(10)]
+    sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
+    trial["rounds"] = [refined_round(number, 0.1 * number, 10 * number) for number in range(2)]
+    ranks = [*fake(0.2, 1)["ranks"], *fake(0.4, 1, "bm25")["ranks"]]
+    reports = {
+        "evaluate": {"rows": fake(0.2, 1)["rows"], "ranks": ranks[:1]},
+        "entity_frequency": {"sets": [], "ranks": ranks},
+        "refinement_grid": {"tried": [trial], "sets": sets, "gate": "gate"},
+    }
+    records = {
+        key: StepRecord(key, step.stage, step.command, 1.0, {"passages_written": 9} | reports.get(step.stage, {}))
+        for key, step in plan.steps.items()
+    }
+    parts = pq_ranks(make_report(study, plan, records).files["questions.parquet"])
+    assert all(len(part.question_ids) == 10 for part in parts)
+    seeds: dict[str, set[int]] = {}
+    for part in parts:
+        seeds.setdefault(part.system, set()).add(part.seed)
+    both = {1, 2}
+    assert seeds == {"a": both, "a: before, round 0": both, "a: steps, round 1": both, "BM25": {1}}
+
+
 @pytest.mark.parametrize(
     "curve, heldout, patience, ending",
     [
