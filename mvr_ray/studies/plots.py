@@ -5,7 +5,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -22,6 +22,7 @@ from mvr_ray.studies.results import Report, VariantResult, stage_reports
 from mvr_ray.studies.tables import Cell
 
 _HELD_OUT = "unseen"
+_GRID_FIELDS = ("method", "beta", "gamma", "keep_length")
 
 
 class Plot(NamedTuple):
@@ -139,14 +140,17 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def _grids(name: str, report: Report) -> Iterator[Plot]:
-    """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one figure for every question set and
-    length, of the first four depths."""
-    for keeps_length, length in ((True, "length kept"), (False, "raw")):
-        last_rounds = {
-            (trial["setting"]["beta"], trial["setting"]["gamma"]): trial["rounds"][-1]["sets"]
-            for trial in report["tried"]
-            if trial["setting"]["method"] == "linear" and trial["setting"]["keep_length"] == keeps_length
-        }
+    """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one figure for every question set, length,
+    and value of the other fields, of the first four depths."""
+    groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], dict[tuple[float, float], list[Report]]] = {}
+    for trial in (trial for trial in report["tried"] if trial["setting"]["method"] == "linear"):
+        setting = trial["setting"]
+        others = tuple((field, value) for field, value in setting.items() if field not in _GRID_FIELDS)
+        own = groups.setdefault((setting["keep_length"], others), {})
+        own[setting["beta"], setting["gamma"]] = trial["rounds"][-1]["sets"]
+    for (keeps_length, others), last_rounds in sorted(groups.items(), key=lambda group: not group[0][0]):
+        length = "length kept" if keeps_length else "raw"
+        differences = {field: value for field, value in others if any((field, value) not in own for _, own in groups)}
         betas = sorted({beta for beta, _ in last_rounds})
         gammas = sorted({gamma for _, gamma in last_rounds}, reverse=True)
         if len(betas) < 2 or len(gammas) < 2:
@@ -162,7 +166,8 @@ def _grids(name: str, report: Report) -> Iterator[Plot]:
                     values[betas.index(beta), gammas.index(gamma)] = 100 * sets[number]["answer"][depth]
                 _heat(axes, values, [f"{b:g}" for b in betas], [f"{g:g}" for g in gammas], "%.1f")
                 axes.set(xlabel="gamma", ylabel="beta", title=f"top-{depth}, percent")
-            title = f"{name}: linear form, {length}, on {accuracy['questions']} (answer-bearing)"
+            form = ", ".join([length, *(f"{field} {value}" for field, value in differences.items())])
+            title = f"{name}: linear form, {form}, on {accuracy['questions']} (answer-bearing)"
             yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(accuracy['questions'])}", title)
 
 

@@ -206,6 +206,21 @@ def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study,
         assert cells == expected
 
 
+def test_settings_that_differ_in_more_than_beta_and_gamma_have_heat_maps_of_their_own(study, heat_maps):
+    trials = [
+        {
+            "setting": {"method": "linear", "positives": own, "beta": beta, "gamma": gamma, "keep_length": True},
+            "rounds": [{"sets": [{"questions": "known", "answer": {"1": share}}]}] * 2,
+        }
+        for own, share in (("all", 0.25), ("first", 0.75))
+        for beta in (0.1, 0.2)
+        for gamma in (-0.2, 0.0)
+    ]
+    drawn = draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
+    assert [plot.title.split(", ")[2] for plot in drawn] == ["positives all", "positives first"]
+    assert [cells for _, _, _, cells in heat_maps] == [[["25.0"] * 2] * 2, [["75.0"] * 2] * 2]
+
+
 def test_the_mark_of_the_lowest_loss_is_at_the_lowest_point_of_its_curve(study, monkeypatch):
     figures = []
     keep = plots._plot
