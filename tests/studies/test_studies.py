@@ -1249,7 +1249,9 @@ def test_bm25_stands_once_where_every_variant_measures_it(write):
 def test_bm25_of_other_passages_has_a_name_of_its_own_also_from_an_earlier_report(write, tmp_path):
     study = load_study(write({}, variants=STUDY["variants"][::2], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
-    mean, untrained = ({key for key in run.keys if plan.steps[key].stage == "evaluate"} for run in plan.variants)
+    first_keys, second_keys = (
+        {key for key in run.keys if plan.steps[key].stage == "evaluate"} for run in plan.variants
+    )
 
     def records_of(shares: dict[str, float]) -> dict[str, StepRecord]:
         records = {}
@@ -1262,11 +1264,11 @@ def test_bm25_of_other_passages_has_a_name_of_its_own_also_from_an_earlier_repor
         return records
 
     for share, names in ((0.4, ["BM25", "BM25, untrained"]), (0.3, ["BM25"])):
-        records = records_of({**dict.fromkeys(mean, 0.3), **dict.fromkeys(untrained, share)})
+        records = records_of({**dict.fromkeys(first_keys, 0.3), **dict.fromkeys(second_keys, share)})
         for name, content in make_report(study, plan, records).files.items():
             (tmp_path / name).write_bytes(content)
         earlier = read_report(tmp_path, study, plan)
-        for one in (records, earlier, records | {key: earlier[key] for key in untrained}):
+        for one in (records, earlier, records | {key: earlier[key] for key in second_keys}):
             words = {one.name: one for one in variant_results(study, plan, one) if "BM25" in one.name}
             assert list(words) == names
             for result, value in zip(words.values(), (0.3, 0.4)):

@@ -181,10 +181,10 @@ def test_the_heat_map_of_attention_has_view_i_in_row_i(study, heat_maps):
 
 def test_every_plot_has_a_file_name_of_its_own(study):
     names, table = ["gamma 0.1", "gamma -0.1", "α", "γ", "gamma 0.1 2"], [[0.0, 1.0], [1.0, 0.0]]
-    drawn = draw_plots(study, [result(name, analyze=[{"attention_kl_table": table}]) for name in names])
-    assert [plot.title.partition(":")[0] for plot in drawn] == names
+    all_plots = draw_plots(study, [result(name, analyze=[{"attention_kl_table": table}]) for name in names])
+    assert [plot.title.partition(":")[0] for plot in all_plots] == names
     endings = ["-gamma-0-1", "-gamma-0-1-2", "-", "--2", "-gamma-0-1-2-2"]
-    assert [plot.name for plot in drawn] == [f"attention-kl{ending}" for ending in endings]
+    assert [plot.name for plot in all_plots] == [f"attention-kl{ending}" for ending in endings]
 
 
 @pytest.mark.parametrize(("keeps_length", "file_name"), [(True, "length-kept"), (False, "raw")])
@@ -216,8 +216,8 @@ def test_settings_that_differ_in_more_than_beta_and_gamma_have_heat_maps_of_thei
         for beta in (0.1, 0.2)
         for gamma in (-0.2, 0.0)
     ]
-    drawn = draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
-    assert [plot.title.split(", ")[2] for plot in drawn] == ["positives all", "positives first"]
+    all_plots = draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
+    assert [plot.title.split(", ")[2] for plot in all_plots] == ["positives all", "positives first"]
     assert [cells for _, _, _, cells in heat_maps] == [[["25.0"] * 2] * 2, [["75.0"] * 2] * 2]
 
 
