@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks
-from mvr_ray.store.formats.rankings import ranking_rows
+from mvr_ray.store.formats.rankings import PARQUET_SCHEMA, ranking_rows
 from mvr_ray.store.formats.text_files import plain_name
 from mvr_ray.store.formats.training_rows import context_id
 from mvr_ray.store.formats.trec import read_trec_run
@@ -69,6 +69,7 @@ def _trec(path: Path) -> Iterator[QuestionHits]:
 
 def _parquet(path: Path) -> Iterator[QuestionHits]:
     columns = ["question_id", "question", "rank", "passage_id", "has_answer"]
+    schema = pa.schema([PARQUET_SCHEMA.field(name) for name in columns])
     try:
         names = pq.read_schema(path).names
         if "gold_rank" in names:
@@ -79,14 +80,16 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
             )
         if missing := [name for name in columns if name not in names]:
             raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: it has no column {missing[0]!r}")
-        table = pq.read_table(path, columns=columns).sort_by("rank")
+        table = pq.read_table(path, columns=columns).select(columns).cast(schema).sort_by("rank")
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
+    if missing := [name for name in ("question_id", "rank", "passage_id") if table[name].null_count]:
+        raise DataError(f"{path} has a row without {missing[0]}; give each hit one")
     rows: dict[str, QuestionHits] = {}
     for row in table.to_pylist():
-        name, text = str(row["question_id"]), row["question"]
-        own = rows.setdefault(name, QuestionHits(name, text.strip() if isinstance(text, str) else None, []))
-        own.hits.append((str(row["passage_id"]), row["has_answer"]))
+        text = row["question"]
+        own = rows.setdefault(row["question_id"], QuestionHits(row["question_id"], text and text.strip(), []))
+        own.hits.append((row["passage_id"], row["has_answer"]))
     yield from rows.values()
 
 

@@ -241,7 +241,7 @@ def _dpr_context(hit: RankedPassage, extras: bool) -> str:
 
 
 def _run_line(question_id: str, passage_id: str, rank: int) -> str:
-    if "\t" in question_id + passage_id or "\n" in question_id + passage_id:
+    if not {*"\t\n\r"}.isdisjoint(question_id + passage_id):
         raise DataError(f"id {question_id!r} or {passage_id!r} holds a tab or newline; an MS MARCO run cannot")
     return f"{question_id}\t{passage_id}\t{rank}\n"
 

@@ -112,9 +112,27 @@ def test_jsonl_and_parquet_hold_everything(tmp_path: Path):
     assert np.float32(table[0]["score"]) == np.float32(lines[0]["hits"][0]["score"]) == np.float32(81.37321)
 
 
+def test_a_parquet_ranking_of_another_program_may_have_numbers_as_ids_and_ranks_as_texts(tmp_path: Path):
+    file = tmp_path / "r.parquet"
+    columns = {"question_id": [7] * 3, "question": ["q"] * 3, "passage_id": [1, 2, 3], "has_answer": [None] * 3}
+    pq.write_table(pa.table(columns | {"rank": ["10", "9", "1"]}), file)
+    assert read_ranked_ids(file) == [("7", "q", [("3", None), ("2", None), ("1", None)])]
+    for wrong, problem in (
+        ({"rank": ["first", "2", "3"]}, "is not a Parquet ranking"),
+        ({"rank": [1, 2, None]}, "a row without rank"),
+        ({"rank": [1, 2, 3], "passage_id": ["p1", None, "p2"]}, "a row without passage_id"),
+    ):
+        pq.write_table(pa.table(columns | wrong), file)
+        with pytest.raises(DataError, match=problem):
+            read_ranked_ids(file)
+
+
 def test_msmarco_run(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.tsv", "msmarco")
     assert (tmp_path / "r.tsv").read_text() == "q1\tp2\t1\nq1\tp1\t2\n"
+    for name in ("a\tb", "a\nb", "a\rb"):
+        with pytest.raises(DataError, match="holds a tab or newline"):
+            write_ranking([RankedQuestion(Question(name, "q"), ROWS[0].passages)], tmp_path / "r.tsv", "msmarco")
 
 
 def test_trec_run_reads_back(tmp_path: Path):
