@@ -1,5 +1,6 @@
 """Read any source of a run file, and detect its format if none is set."""
 
+import errno
 import itertools
 import json
 import logging
@@ -116,7 +117,13 @@ def source_files(source: SourceConfig) -> list[Path]:
     if not source.path:
         raise MissingInputError("the path of a source is empty; name a file or a folder ('.' is the working folder)")
     path, name = source_path(source), address_name(source.path)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # a text, such as a question, in place of a path
+            raise
+        is_there = False
+    if not is_there:
         raise MissingInputError(f"source {name} does not exist ({path.absolute()}); correct its path")
     if not path.is_dir():
         return [path]

@@ -26,7 +26,7 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.formats import sources
 from mvr_ray.store.formats.records import NUMBERED_ROWS, BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
-from mvr_ray.store.formats.sources import format_of, read_question_file, read_source
+from mvr_ray.store.formats.sources import format_of, read_question_file, read_source, source_files
 from mvr_ray.types import Passage, Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -690,6 +690,8 @@ def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
+    with pytest.raises(MissingInputError, match=r"source (?:Who built it\? ){30} does not exist"):
+        source_files(SourceConfig(path="Who built it? " * 30))
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(MissingInputError, match=r"pipe\.jsonl does not exist or is not a file"):
         read(tmp_path / "pipe.jsonl")
