@@ -87,9 +87,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _lines(file: str) -> list[str]:
+    path = resolve_path(file)
     try:
-        path = resolve_path(file)
-        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
+        text, mode = path.read_text(encoding="utf-8-sig"), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"serve.tokens_file {file} cannot be read ({type(error).__name__}); {_HOW}") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -18,10 +18,12 @@ def test_tokens_of_the_file_and_of_the_environment_have_their_roles(tmp_path) ->
         assert tokens.role(wrong) is None
 
 
-def test_a_file_of_tokens_may_be_named_from_the_home_of_the_user(tmp_path, monkeypatch) -> None:
+def test_a_file_of_tokens_may_be_in_the_home_folder_and_begin_with_a_byte_order_mark(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "tokens").write_text(f"read {READ}")
+    (tmp_path / "tokens").write_text(f"read {READ}\n", encoding="utf-8-sig")
     assert read_tokens("~/tokens", {}).role(READ.encode()) == "read"
+    with pytest.raises(ConfigError, match="holds a NUL"):
+        read_tokens("to\0kens", {})
 
 
 def test_what_is_kept_of_a_token_is_not_the_token(tmp_path) -> None:
