@@ -227,6 +227,10 @@ def test_a_file_of_other_columns_is_refused(index: Index, tmp_path: Path):
             "1 numbers, and 1 null; give each row",
         ),
         (
+            {"passage_id": pa.array([b"\xff"]).view(pa.string()), "view": [0], "vector": [[1.0]]},
+            "no Parquet file with columns .*Invalid UTF8",
+        ),
+        (
             {"passage_id": ["p1", "p2"], "view": [0, 0], "vector": pa.array([[1.0], None], pa.list_(pa.float32(), 1))},
             "1 numbers, and 1 null; give each row an id, a view and equally many",
         ),

@@ -81,6 +81,7 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
         if missing := [name for name in columns if name not in names]:
             raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: it has no column {missing[0]!r}")
         table = pq.read_table(path, columns=columns).select(columns).cast(schema).sort_by("rank")
+        table.validate(full=True)  # text is UTF-8
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
     if missing := [name for name in ("question_id", "rank", "passage_id") if table[name].null_count]:

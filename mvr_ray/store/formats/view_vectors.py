@@ -48,6 +48,7 @@ def read_vectors(path: Path, dtype: Dtype) -> EmbeddingBlock:
         ids_N, views_N, vectors_N = (
             pa.concat_arrays(one.cast(TYPES[name]).chunks) for name, one in zip(TYPES, columns)
         )
+        ids_N.validate(full=True)  # text is UTF-8
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise _other_file(path, error) from None
     dimensions = np.unique(np.diff(vectors_N.offsets)).tolist()

@@ -119,6 +119,7 @@ def test_a_parquet_ranking_of_another_program_may_have_numbers_as_ids_and_ranks_
     assert read_ranked_ids(file) == [("7", "q", [("3", None), ("2", None), ("1", None)])]
     for wrong, problem in (
         ({"rank": ["first", "2", "3"]}, "is not a Parquet ranking"),
+        ({"rank": [1, 2, 3], "passage_id": pa.array([b"p1", b"\xff", b"p2"]).view(pa.string())}, "Invalid UTF8"),
         ({"rank": [1, 2, None]}, "a row without rank"),
         ({"rank": [1, 2, 3], "passage_id": ["p1", None, "p2"]}, "a row without passage_id"),
     ):
