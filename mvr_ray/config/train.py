@@ -119,14 +119,13 @@ def check_train(cfg: TrainConfig) -> None:
             f"{'read.max_tokens' if cfg.task == 'reader' else 'mine.max_pair_tokens'} instead"
         )
     for name in ("hard_negatives", "distil_weight"):
-        if not (value := getattr(cfg, name)):
-            continue
-        if cfg.questions is None:
+        value = getattr(cfg, name)
+        if value and cfg.questions is None:
             raise ConfigError(
                 f"train.{name} is {value!r}, but training on questions of the corpus's own sentences has no hard "
                 f"negatives; name the mined questions in train.questions, or leave train.{name} out"
             )
-        if not cfg.num_hard_negatives:
+        if value and not cfg.num_hard_negatives:
             raise ConfigError(
                 f"train.{name} is {value!r}, but train.num_hard_negatives is 0, so no hard negative is used; set "
                 f"train.num_hard_negatives=1 or more, or leave train.{name} out"

@@ -58,7 +58,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
             "retrieve.filter has no effect on refine, whose labels, gate and report are of hits among all passages"
         )
     run = with_feedback(run, store)
-    questions = gather(corpus, run.refine)
+    questions = gather(corpus, run.refine, run.prepare.sources)
     if report := _finished_by(store, base, run, questions):
         return report
     journal = Journal(store, base, run, questions)

@@ -14,6 +14,9 @@ from mvr_ray.comparison import compare
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.evaluate import evaluate, evaluate_ranking
 from mvr_ray.distributed.indexing.build_index import index
+from mvr_ray.distributed.refine import refine
+from mvr_ray.distributed.refinement.measure import Evaluator
+from mvr_ray.distributed.refinement.report import REPORT_DEPTHS
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
@@ -99,6 +102,42 @@ def test_a_question_that_is_a_hit_of_itself_makes_no_ranking_deeper(run_of, stor
     assert max(map(len, scores.values())) == 10
     report = evaluate_ranking(run_of("graded-with-own"), str(write_run(tmp_path / "own.trec", scores)))
     assert report.rows and not any(row.metric.endswith("10") for row in report.rows)
+
+
+@pytest.mark.parametrize("labels", ["answers", "gold"])
+def test_refinement_measures_and_labels_no_question_as_a_hit_of_itself(
+    run_over, store: Path, tmp_path: Path, labels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that is a passage is the best hit of itself: `evaluate` does not count it, and it is no negative."""
+    copy = Path(shutil.copytree(store, tmp_path / "own"))
+    corpus = Corpus.open(Store(str(copy)), "corpus")
+    passages = list(corpus)[:20]
+    answers = [other.text.split(".")[0] for other in passages[1:]]
+    same = [
+        Question(one.id, one.text, (answer,), (other.id,))
+        for one, other, answer in zip(passages, passages[1:], answers)
+    ]
+    write_questions(corpus, "first", same[:9])
+    write_questions(corpus, "second", same[9:])
+    label, labelled_pairs = Evaluator.label, []
+
+    def labels_of(evaluator: Evaluator, *args):
+        result = label(evaluator, *args)
+        pairs = {(row, one) for row, own in evaluator.own_of.items() for one in own}
+        labelled_pairs.append((len(result.question_L), pairs.intersection(zip(result.question_L, result.passage_L))))
+        return result
+
+    monkeypatch.setattr(Evaluator, "label", labels_of)
+    settings = {"questions": "first", "gate": ["second"], "labels": labels, "rounds": 1, "depth": 5}
+    report = refine(run_over(copy, refine={**settings, "method": "passage", "max_heldout_loss": 100}))
+    evaluation = evaluate(run_over(copy, evaluate={"questions": ["first", "second"], "k": [*REPORT_DEPTHS]}))
+    value_of = {(row.questions, row.metric): row.value for row in evaluation.rows}
+    for row in report.accuracy:
+        metrics = [f"{row.kind}/top-{depth}" for depth in REPORT_DEPTHS]
+        assert row.before == tuple(value_of[row.group, metric] for metric in metrics)
+    assert {row.group for row in report.accuracy} == {"first", "second"}
+    [(num_labels, own_pairs)] = labelled_pairs
+    assert num_labels >= 9 * 5 and not own_pairs
 
 
 def test_another_systems_run_has_the_figures_of_trec_eval(run_of, store: Path, tmp_path: Path, caplog) -> None:

@@ -40,7 +40,7 @@ from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Round
 from mvr_ray.distributed.refinement.shard_refiner import ShardStep
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.store import manifest as manifests
-from mvr_ray.types import FloatArray, Progress, ShardHits
+from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class RefinementLoop:
         self.evaluator = Evaluator(self.refine, questions, refiners)
         self.gates = self.evaluator.gate_sets()
         self.depth = max(self.refine.depth, *REPORT_DEPTHS)
+        self.search_depth = self.depth + max(map(len, self.evaluator.own_of.values()), default=0)
         self.labelled_rows = np.arange(questions.num_labelled)
         self.weights = weights_to_try(self.refine)
 
@@ -85,7 +86,7 @@ class RefinementLoop:
 
     def retrieve(self, number: int, queries_LD: FloatArray, what: str = "retrieve") -> ShardHits:
         """Search for the labelled questions after a round."""
-        return self.search(self.state_id(number), queries_LD, f"refine round {number}: {what}")
+        return self.search(self.state_id(number), self.labelled_rows, queries_LD, f"refine round {number}: {what}")
 
     def state(self) -> RefineState:
         journal, rounds = self.journal, self.journal.rounds
@@ -104,7 +105,7 @@ class RefinementLoop:
         for number in range(len(self.journal.weights), len(self.weights)):
             at, weight = StateId("weight", number), self.weights[number]
             self.refiners.step(PUBLISHED, at, by_shard, queries_LD, weight)
-            hits = self.search(at, queries_LD, f"refine weight {weight:g}: retrieve")
+            hits = self.search(at, self.labelled_rows, queries_LD, f"refine weight {weight:g}: retrieve")
             ranks = self.rank(at, hits, ["gate"])
             heldout = self.heldout(ranks)
             lost_points = worst_loss(self.journal.heldout_before, heldout)
@@ -137,12 +138,13 @@ class RefinementLoop:
         """Return the state of the passages after a round: the published one where only queries move."""
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
-    def search(self, at: StateId, queries_QD: FloatArray, what: str) -> ShardHits:
-        """Search a state. Raises PublishConflictError if another version was published meanwhile: the result of this
-        refinement could not be."""
+    def search(self, at: StateId, rows_Q: IntArray, queries_QD: FloatArray, what: str) -> ShardHits:
+        """Search a state for the questions of some table rows. Raises PublishConflictError if another version was
+        published meanwhile: the result of this refinement could not be."""
         base = self.refiners.task.manifest
         manifests.require_live(self.journal.store, base.index, base.version)
-        return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
+        hits = self.refiners.search(at, queries_QD, self.search_depth, what, self.progress)
+        return self.evaluator.without_own(rows_Q, hits, self.depth)
 
     def rank(self, at: StateId, hits: ShardHits, others: Sequence[Literal["gate", "report"]]) -> Ranks:
         """Return the ranks at a state: of the labelled questions by their hits, of gate and reported ones by a search.
@@ -157,7 +159,7 @@ class RefinementLoop:
                 ranks[:, rows] = self.journal.before[:, rows]
             elif rows:
                 where = np.array(rows, np.int64)
-                other_hits = self.search(at, self.queries_TD[where], f"refine {name}: {what}")
+                other_hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
                 ranks = self.evaluator.rank(ranks, where, other_hits)
         return ranks
 

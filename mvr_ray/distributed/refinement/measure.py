@@ -49,6 +49,10 @@ class Evaluator:
             {number_of[passage_id] for passage_id in question.positive_ids if passage_id in number_of}
             for question in questions.table
         ]
+        own_ids = questions.own_ids
+        own_number_of = refiners.locate(passage_id for ids in own_ids.values() for passage_id in ids)
+        self.own_of = {row: [own_number_of[one] for one in ids if one in own_number_of] for row, ids in own_ids.items()}
+        """By table row, the passages that are the question itself."""
         self.feedback = self._feedback()
         self._labelled_marks: tuple[ShardHits, np.ndarray] | None = None
         self.judged_T = {
@@ -61,6 +65,15 @@ class Evaluator:
         judgements = self.questions.feedback or ()
         number_of = self.refiners.locate(one.passage for one in judgements)
         return sorted({Judgement(one.question, number_of[one.passage], one.positive) for one in judgements})
+
+    def without_own(self, rows_Q: IntArray, hits: ShardHits, depth: int) -> ShardHits:
+        """Return the first `depth` hits of each question without the passages that are the question itself."""
+        if not self.own_of:
+            return hits
+        own_QK = gold_relevance(hits.rows_QK, [self.own_of.get(row, ()) for row in rows_Q.tolist()])
+        in_order = np.arange(len(rows_Q))[:, None], np.argsort(own_QK, axis=1, kind="stable")[:, :depth]
+        rows_QK = np.where(own_QK, -1, hits.rows_QK)[in_order]
+        return hits._replace(rows_QK=rows_QK, scores_QK=hits.scores_QK[in_order], views_QK=hits.views_QK[in_order])
 
     def label(self, at: StateId, queries_LD: FloatArray, hits: ShardHits) -> Labels:
         """Label the hits of the labelled questions at a state; passages are numbered through all shards."""

@@ -9,19 +9,19 @@ Letters: T all questions in one table (labelled first), L labelled ones.
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from mvr_ray.config import RefineConfig, RunConfig, resolve_path
+from mvr_ray.config import RefineConfig, RunConfig, SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow, is_id
 from mvr_ray.store.formats.text_files import Row, json_lines
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import own_passages, read_questions
 from mvr_ray.types import Question
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class QuestionGroup(NamedTuple):
 class RefineQuestions:
     """The table of all questions, the first `num_labelled` of them labelled; groups to measure; external labels.
 
-    The first group is the labelled questions, the next `num_gates` are gates, the rest only report.
+    The first group is the labelled questions, the next `num_gates` are gates, the rest only report. `own_ids` maps rows
+    of questions that are passages themselves to those (`own_passages`), which are left out of their hits.
     """
 
     table: tuple[Question, ...]
@@ -60,6 +61,7 @@ class RefineQuestions:
     groups: tuple[QuestionGroup, ...]
     num_gates: int
     feedback: tuple[Judgement[str], ...] | None = None
+    own_ids: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     @property
     def gates(self) -> tuple[QuestionGroup, ...]:
@@ -74,8 +76,9 @@ class RefineQuestions:
         return sorted(set(range(self.num_labelled, len(self.table))).difference(self.gate_rows()))
 
     def digest(self) -> str:
-        """Digest over all questions, groups and feedback."""
-        return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
+        """Digest over all questions, groups, feedback, and which questions are passages."""
+        content = self.table, self.groups, self.feedback, *sorted(self.own_ids)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def with_feedback(run: RunConfig, store: Store) -> RunConfig:
@@ -90,8 +93,9 @@ def with_feedback(run: RunConfig, store: Store) -> RunConfig:
     return run
 
 
-def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
-    """Read every question set of the refine section, and separate labelled, gate and held-out ones.
+def gather(corpus: Corpus, refine: RefineConfig, sources: Sequence[SourceConfig] = ()) -> RefineQuestions:
+    """Read every question set of the refine section, and separate labelled, gate and held-out ones. `sources` are the
+    corpus's.
 
     Raises ConfigError without labelled or without held-out questions, and where none has what `refine.labels` names;
     DataError for a bad feedback file.
@@ -126,6 +130,12 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         gates = [(f"{name}/gate", gate_questions)]
     reports = [(report, read_questions(corpus, report)) for report in refine.report]
     questions = arrange(name, labelled_questions, gates, reports)
+    own_ids: dict[int, Collection[str]] = {}
+    for group in questions.groups:
+        row_of_id = {questions.table[row].id: row for row in group.members}
+        own = own_passages((questions.table[row] for row in group.members), corpus, sources)
+        own_ids |= {row_of_id[question_id]: ids for question_id, ids in own.items()}
+    questions = replace(questions, own_ids=own_ids)
     if refine.feedback is None:
         return questions
     row_of = {question: row for row, question in enumerate(labelled_questions)}
