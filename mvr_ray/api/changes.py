@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mvr_ray.api.run_settings import with_settings
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, DataError, PublishConflictError, StagingError, count_noun
+from mvr_ray.errors import ConfigError, DataError, NoTokensError, PublishConflictError, StagingError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.change_records import ChangeRecord
 from mvr_ray.store.changes import Changes
@@ -47,6 +47,7 @@ def publish_changes(
     run = with_settings(run, encoder={"name": live.encoder_name}, index=own)
     external = _external_vectors(run, store, live)
     check = partial(_require_vectors, external, store, live.index) if external else None
+    before = Corpus.open(store, live.corpus)
 
     def change_corpus() -> UpdateReport:
         return update_by_records(run.prepare, store, changes, progress, index=live.index, check=check)
@@ -57,10 +58,17 @@ def publish_changes(
         return index(run, progress, keep_rollback=True)
 
     try:
-        _with_retries(change_corpus)
+        report = _with_retries(change_corpus)
     except DataError as error:
         raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
-    return _with_retries(publish)  # alone: what others have changed since then stays
+    try:
+        return _with_retries(publish)  # alone: what others have changed since then stays
+    except NoTokensError as error:
+        last = Corpus.open(store, live.corpus)
+        if (report.parent, report.digest, before.number + 1) == (before.digest, last.digest, last.number):
+            before.publish(after=last.number)  # every later change would fail for this text
+            error.args = (f"{error}; nothing was changed",)
+        raise
 
 
 def _with_retries(publish: Callable[[], T]) -> T:

@@ -303,9 +303,9 @@ class Index:
         delete a passage (`{"id": "p3", "delete": true}`) or what passes a filter. Everything in it is one version.
 
         `vectors` as of `build`, for an index of them: those of all new texts, and any others that change.
-        Several threads and processes can change an index at once. Raises DataError for a passage without an id, and
-        then changes nothing; MissingInputError for a path without a file; PublishConflictError, to call again, if other
-        processes were faster in every try.
+        Several threads and processes can change an index at once. Raises DataError for a passage without an id,
+        NoTokensError for a text that the encoder cannot read, and then changes nothing; MissingInputError for a path
+        without a file; PublishConflictError, to call again, if other processes were faster in every try.
         """
         with progress_callback(progress) as callback, vectors_file(self._store, vectors) as file:
             return self._change(rows.upserts(passages), callback, file)

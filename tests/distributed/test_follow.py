@@ -180,7 +180,7 @@ def bare_backbone(tiny, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
-def test_a_build_with_a_passage_that_the_encoder_refuses_leaves_the_corpus_that_changes_start_from(
+def test_a_build_or_change_with_a_passage_that_the_encoder_refuses_leaves_the_corpus_that_changes_start_from(
     bare_backbone: Path, tmp_path: Path
 ):
     settings = {"encoder": {"max_passage_tokens": 16, "num_views": 2}}
@@ -189,6 +189,10 @@ def test_a_build_with_a_passage_that_the_encoder_refuses_leaves_the_corpus_that_
         Index.build([("odd", "***")], model=bare_backbone, path=tmp_path / "own", settings=settings)
     index.upsert([("b", "Another text.")])
     assert sorted(passage.id for passage in index) == ["a", "b"]
+    with pytest.raises(NoTokensError, match=r"passage 'odd' has no token .*; nothing was changed$"):
+        index.upsert([("c", "A third text."), ("odd", "***")])
+    index.delete(["a"])
+    assert [passage.id for passage in index] == ["b"]
 
 
 @pytest.mark.usefixtures("without_ray")
