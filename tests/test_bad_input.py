@@ -79,7 +79,7 @@ def test_a_source_that_is_not_there_is_named(command: RunCommand, tmp_path: Path
     assert command("prepare", run_file(tmp_path)) == (1, "", message)
 
 
-@pytest.mark.parametrize("words", [("index", "NAME"), ("init", "NAME"), ("init", "FOLDER", "--output", "NAME")])
+@pytest.mark.parametrize("words", [("index", "NAME"), ("init", "FOLDER", "--output", "NAME")])
 def test_a_name_longer_than_the_file_system_has_is_refused(
     command: RunCommand, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -88,6 +88,8 @@ def test_a_name_longer_than_the_file_system_has_is_refused(
     real_words = (str({"NAME": long_name, "FOLDER": tmp_path}.get(word, word)) for word in words)
     status, _, err = command(*real_words)
     assert (status, err) == (2, f"mvr-ray: the file system has no name as long as {'n' * 40}... (300 characters)")
+    message = f"mvr-ray: source {long_name} does not exist ({long_name}); correct its path"
+    assert command("init", str(long_name)) == (1, "", message)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ id (or _id), title, text (or contents); its other values are its extras.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ REPORT_EVERY = 5000
 _OF_OTHERS = ("question", "delete")
 """Keys of questions and of deletions, which a passage may have without a meaning."""
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", *_OF_OTHERS}
+_PRINTED_LIST = re.compile(r"""\s*[\[({]\s*['"].*['"].*[\])}]\s*""", re.DOTALL)
+_LISTS = "a text is one answer; write several as a list, in JSON lines or Parquet"
 Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
 
@@ -202,6 +205,8 @@ def lookup(row: Any, name: str) -> Any:
 def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
     """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none."""
     answers, own_starts = answers_of(row)
+    if isinstance(answers, str) and _PRINTED_LIST.fullmatch(answers):
+        return BadRow(where, f"answers is {answers!r:.60}, a list that was printed as one text; {_LISTS}")
     starts = row.get("answer_starts")
     if starts is None and row.get("positive_ids"):
         starts = own_starts

@@ -435,6 +435,19 @@ def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    "printed_answers",
+    ["['Paris', 'Paris, France']", "['a' 'b']", "{'text': array(['a']), 'answer_start': [3]}", '["a"]'],
+)
+def test_answers_that_were_printed_into_a_cell_are_a_bad_row_and_no_single_answer(write: Write, printed_answers: str):
+    cell = printed_answers.replace('"', '""')
+    file = write("dev.csv", f'id,question,answers\n1,who?,"{cell}"\n2,where?,[here]\n3,when?,"in ""May"""\n')
+    records = read(file)
+    assert [(own.id, own.answers) for own in questions(records)] == [("2", ("[here]",)), ("3", ('in "May"',))]
+    [reason] = bad(records)
+    assert "a list that was printed as one text; a text is one answer; write several as a list, in JSON" in reason
+
+
 @pytest.fixture
 def beir(write: Write) -> Path:
     corpus = [
