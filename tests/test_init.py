@@ -105,8 +105,11 @@ def test_rows_without_ids_are_numbered_and_odd_names_are_found_by_length(initial
 
 
 def test_cells_are_numbers_only_where_no_digit_is_lost(initialize, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("id,text,month,count,share\n1,Rain.,2020_01,0,0.5\n2,Snow.,2020_02,,\n")
-    assert initialize("rows.csv")[2].fields == {"month": "string", "count": "int", "share": "float"}
+    (tmp_path / "rows.csv").write_text(
+        "id,text,month,zip,room,count,share\n1,Rain.,2020_01,02134,12,0,0.5\n2,Snow.,2020_02,90210,12b,,\n"
+    )
+    types = {"month": "string", "zip": "string", "room": "string", "count": "int", "share": "float"}
+    assert initialize("rows.csv")[2].fields == types
 
 
 def test_ids_stay_where_few_repeat_and_a_repeat_is_named(tmp_path: Path) -> None:
