@@ -247,8 +247,8 @@ def _values(row: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 
 def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
-    """Infer the types of the passages' fields; those without one type in all sources are left out. Cells of a column are
-    numbers where all are, and none would lose a digit, as the zip code 02134 would."""
+    """Infer the types of the passages' fields; those without one type in all sources are left out. Cells of a column
+    are numbers where all are, and none would lose a digit, as the zip code 02134 would."""
     types: dict[str, str] = {}
     for name in dict.fromkeys(name for record in passages for name in record.extras):
         reader = FieldReader("infer")
