@@ -61,6 +61,7 @@ def run_file(tmp_path: Path) -> str:
     return str(path)
 
 
+NO_QUESTION = "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it"
 STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve", "read")
 
 
@@ -74,6 +75,15 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(
     assert status == 0
     assert load_run(resolved_file) == load_run(run_file, ["train.epochs=7"])
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+def test_a_command_of_a_question_shows_its_resolved_run_without_one(command, run_file: str, name: str) -> None:
+    shown_runs = [
+        command(name, run_file, *words, "--print-config") for words in ((), ("search.hybrid=off",), ("who?",))
+    ]
+    assert shown_runs == [shown_runs[0]] * 3 and shown_runs[0][0] == 0
+    assert command(name, run_file) == (2, "", f"mvr-ray: {name}: {NO_QUESTION}\n")
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "plan", "serve"])
@@ -145,10 +155,7 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     [
         (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000000 passages"),
         (("a.b=c is what?", "-k", "0"), "k is 0; ask for 1 to 1000000 passages"),
-        (
-            ("serve.max_k=1",),
-            "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it",
-        ),
+        (("serve.max_k=1",), NO_QUESTION),
         (
             ("who", "wrote=it"),
             "2 questions are given: 'who', 'wrote=it'; give one, in quotes, and overrides as section.key=value before "

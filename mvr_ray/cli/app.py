@@ -36,7 +36,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Laid over the run file; values are YAML.")
 ]
 QuestionWords = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(metavar="QUESTION [SECTION.KEY=VALUE]...", help="One question, in quotes, and overrides around it."),
 ]
 OutputWords = Annotated[

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
 @command
 def search(
     config: Config,
-    words: QuestionWords,
+    words: QuestionWords = None,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 10,
     version: Version = None,
     filter: FilterText = None,
@@ -45,7 +45,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, snippets that matched."""
-    question, overrides = question_and_overrides("search", words, show_only=print_config)
+    question, overrides = question_and_overrides("search", words or (), show_only=print_config)
     run = load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.search_once import SearchRequest, open_service
 
@@ -67,7 +67,7 @@ def search(
 @command
 def explain(
     config: Config,
-    words: QuestionWords,
+    words: QuestionWords = None,
     more: Annotated[
         list[str] | None, typer.Option("--question", help="A further question; may be given again.")
     ] = None,
@@ -79,7 +79,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage with a question."""
-    question, overrides = question_and_overrides("explain", words, show_only=print_config)
+    question, overrides = question_and_overrides("explain", words or (), show_only=print_config)
     run = load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.search_once import ExplainRequest, open_service
     from mvr_ray.explanation import render_html
