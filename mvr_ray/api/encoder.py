@@ -136,7 +136,8 @@ class Encoder:
     ) -> EmbeddedViews:
         """Return (views_PVD, mask_PV) of one text, or of passages as `Index.build` takes them: float32, zero where the
         mask is False, because the passage has fewer snippets. `progress` as in `embed_queries`. Raises DataError for an
-        invalid passage, ConfigError for a wrong `tokens_per_batch`."""
+        invalid passage, NoTokensError for a text that the encoder cannot read, ConfigError for a wrong
+        `tokens_per_batch`."""
         _check_size("tokens_per_batch", tokens_per_batch)
         valid_passages = []
         for record in passage_records([passages] if isinstance(passages, str) else passages):

@@ -104,7 +104,8 @@ class Index:
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
         an interrupted build continues. Another index of the store (`index.name`) gets them with its next change, unless
-        its `prepare.corpus` is another. Raises ConfigError, DataError, EncoderError, ResourceError.
+        its `prepare.corpus` is another. Raises ConfigError, DataError, EncoderError, ResourceError; MissingInputError
+        for a path that names nothing.
         """
         return cls(build(passages, model, path, vectors, settings, progress))
 
@@ -248,8 +249,8 @@ class Index:
         return searching.explain(self.run, self._router, texts, ids, k, hybrid, version, is_single=is_single)
 
     def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
-        """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
-        as in `build`. Raises DataError for what is no id."""
+        """Return passages of the version that searches answer from by id; unknown ids are left out. A whole number is
+        the id of its digits, as in `build`. Raises DataError for what is no id."""
         with self._router.pin() as router:
             return router.passages(rows.passage_ids(ids))
 
