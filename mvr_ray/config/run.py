@@ -256,6 +256,7 @@ class IndexConfig(Section):
     CPUs, for models without local attention; int8: as these, in bytes with scales that are calibrated once, on passages
     of the corpus (pip install 'mvr-ray[openvino]')."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
+    """flat: exact; faiss, hnsw: approximate, for many millions of views."""
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: the data that a search scans. int8: codes of one byte a component, stored beside the vectors; passages
     that the codes cannot exclude are scored with the vectors, so answers stay exact."""
@@ -333,6 +334,7 @@ class RefineConfig(Section):
     positives: Literal["all", "first"] = "first"
     """Label every answer-bearing hit (AOpt eq. 8) or only the first."""
     depth: Count = 100
+    """Best hits of a labelled question that are labelled; known gold passages and `feedback` are wherever they rank."""
     rounds: Count = 30
     patience: Count = 5
     """Stop after this many rounds without a better one, acceptable or not (docs/math.md, "When to stop")."""
@@ -357,6 +359,7 @@ class RefineConfig(Section):
     max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
     """Points of top-1 that a published refinement may cost any gate set, or the labelled questions themselves."""
     seed: int = 0
+    """Seed of the fifth that is held back where `gate` is empty."""
 
 
 class SearchConfig(Section):
@@ -375,6 +378,7 @@ class SearchConfig(Section):
 class RetrieveConfig(Section):
     k: Count = 100
     batch: Count = 64
+    """Questions of one unit of work."""
     tag: Name = "mvr_ray"
     strict_answers: bool = False
     """Refuse empty answers, which by the field's rule match every passage."""
@@ -427,6 +431,7 @@ class EvaluateConfig(Section):
     """Beside `search.hybrid`, also score BM25 + weight x dense, the weight chosen on the questions of this set that are
     not reported. Needs `index.lexical`."""
     bootstrap: Count = 1000
+    """Samples of the articles from which a 95 % interval is computed."""
     seed: int = 0
 
 
@@ -455,8 +460,11 @@ class ServeConfig(Section):
     follow_s: Annotated[float, Field(ge=0)] = 5
     """Period of checks for a newer version to answer from; 0: stay with the first version."""
     max_batch: Count = 256
+    """Queries, questions or texts of a request."""
     max_query_chars: Count = 100_000
+    """Characters of each of them."""
     max_k: Count = 1000
+    """Passages for a query; no less than `retrieve.k`."""
     max_body_bytes: Count = 8_000_000
     """Limit of a request by POST below /v1/; other requests may have no body."""
     max_header_bytes: Annotated[int, Field(ge=1024, le=1_000_000)] = 32_768
@@ -498,6 +506,7 @@ class ResourcesConfig(Section):
     cpus_per_trainer: Cpus = 1
     gpus_per_trainer: Gpus = 0
     searchers: Count = 1
+    """Processes that the shards are divided among, at most one a shard."""
     cpus_per_searcher: Cpus = 0.5
     gpus_per_searcher: Gpus = 0
     """The share of a GPU on which a searcher on Ray scans (`Index.search` then starts Ray); 0: it scans on the CPU, as
@@ -521,6 +530,7 @@ class ResourcesConfig(Section):
     """In `serve` and in `Index` on Ray, a searcher that completes no call for this long while a probe query waits for
     it is killed and restarted. Other stages send no probes: a search of theirs waits up to 600 s."""
     refiners: Count = 1
+    """As `searchers`, for `refine`."""
 
     @property
     def threads(self) -> int:

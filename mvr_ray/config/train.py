@@ -140,7 +140,7 @@ class MineConfig(Section):
     questions a passage (`train.questions_per_passage`) read about as many negatives as passages."""
     method: Literal["bm25", "index"] = "bm25"
     rank_from: Annotated[int, Field(ge=0)] = 0
-    """Number of best hits to skip."""
+    """Number of best hits to skip; negatives are among the others of the best `rank_to`."""
     rank_to: Count = 100
     num_negatives: Count = 8
     drop_answer_bearing: bool = True
