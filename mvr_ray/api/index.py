@@ -282,9 +282,9 @@ class Index:
             ids_N = np.concatenate([np.repeat(block.ids, np.diff(block.row_ptr)) for block in blocks])
 
         A block has up to 4,096 passages of one shard, in order of id: `ids`, and for passage i the `view_numbers_N` and
-        `vectors_ND` from `row_ptr[i]` up to `row_ptr[i + 1]`. Vectors are mapped from the files, read-only; the numbers
-        of feedback views begin at `manifest.num_views`. Nothing is encoded; views that a search cannot find, such as
-        those of deleted passages, are not among them.
+        `vectors_ND` from `row_ptr[i]` up to `row_ptr[i + 1]`. Vectors are read-only, mapped from the files or, around
+        changes, copied; the numbers of feedback views begin at `manifest.num_views`. Nothing is encoded; views that a
+        search cannot find, such as those of deleted passages, are not among them.
         """
         from mvr_ray.distributed.indexing.shards import version_blocks
 

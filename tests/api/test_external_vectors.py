@@ -52,6 +52,20 @@ def index(store: Path, tmp_path: Path) -> Iterator[Index]:
         yield index
 
 
+def test_blocks_of_vectors_are_small_and_read_only_also_with_changes_between_their_passages(tmp_path: Path) -> None:
+    ids = [f"p{row:05}" for row in range(4200)]
+    texts, vectors = {name: f"Text {name}." for name in ids}, dict(zip(ids, unit(len(ids), 2)))
+    settings = {"prepare": {"num_shards": 1}}
+    with Index.build(texts.items(), vectors=vectors, path=tmp_path / "own", settings=settings) as index:
+        new = dict(zip((f"{name}-new" for name in ids[:300]), unit(300, 2)))
+        index.upsert([(name, f"Text {name}.") for name in new], vectors=new)
+        blocks = list(index.vectors())
+    assert [name for block in blocks for name in block.ids] == sorted(vectors | new)
+    assert all(len(block.ids) <= 4096 and not block.vectors_ND.flags.writeable for block in blocks)
+    expected_ND = np.stack([own for _, own in sorted((vectors | new).items())]).astype(np.float16)
+    assert np.array_equal(np.concatenate([block.vectors_ND for block in blocks]), expected_ND)
+
+
 def brute_force(vectors: Mapping[str, FloatArray], query_D: FloatArray, k: int) -> list[str]:
     scores = {name: (np.float32(np.float16(own_VD)) @ query_D).max() for name, own_VD in vectors.items()}
     return sorted(scores, key=lambda name: (-scores[name], name))[:k]

@@ -31,7 +31,7 @@ from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, cut_block, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import GRACE_S
 from mvr_ray.store.local_files import link_or_copy
@@ -229,8 +229,9 @@ def embeddings_alone(entry: ShardEntry) -> ShardEntry:
 
 
 def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
-    """Yield the stored views of all passages of a version, shard by shard; one shard is open at a time. Raises as
-    `shard_embeddings`, and StorageError if the version has been deleted."""
+    """Yield the stored views of all passages of a version, shard by shard, in blocks of up to 4,096 passages that
+    cannot be written to; one shard is open at a time. Raises as `shard_embeddings`, and StorageError if the version has
+    been deleted."""
     for entry in version.shards:
         try:
             shard = shard_embeddings(store, version.index, entry)
@@ -239,7 +240,10 @@ def version_blocks(store: Store, version: Manifest) -> Iterator[EmbeddingBlock]:
                 raise
             what = f"index {version.index!r} version {version.version} was collected, and its files with it"
             raise StorageError(f"{what}; open the index again") from None
-        yield from shard.iter_blocks()
+        for block in shard.iter_blocks():  # with passages between those of the first file, or copied around changes
+            block.vectors_ND.flags.writeable = False
+            for start in range(0, len(block.ids), BATCH_PASSAGES):
+                yield cut_block(block, start, min(start + BATCH_PASSAGES, len(block.ids)))
 
 
 def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> Iterator[EmbeddingBlock]:
