@@ -13,8 +13,9 @@ class SearchHits(list[PassageHit]):
     """The best passages of one question, best first.
 
     Each has `id`, `score`, `title`, `text`, `view` (the view that won), `snippet` (its piece of the text: `start`,
-    `stop`, `text`; None where the view reads the whole passage), `fields` (by name; dates and timestamps as ISO 8601
-    texts), `feedback` (whether the view is one of feedback), and of a hybrid search `lexical` (BM25) and `dense`.
+    `stop`, `text`; None where the view reads the whole passage, or is one of feedback; `stop` 0: its title), `fields`
+    (by name; dates and timestamps as ISO 8601 texts), `feedback` (whether the view is one of feedback), and of a hybrid
+    search `lexical` (BM25) and `dense`.
     """
 
     def __init__(self, question: str, hits: list[PassageHit], response: SearchResponse) -> None:
