@@ -249,7 +249,8 @@ class Router:
 
         With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate. The
         BM25 statistics are those of the whole corpus, independent of a filter. With "rrf" it scores by its ranks among
-        the first 100 (or k) of both sides; certified then means that both lists are.
+        the first 100 (or k) of both sides; certified then means that both lists are, and half of the time is reserved
+        for the dense side if `min_coverage` is below 1.
 
         Raises ShardIndexError for k below 1, vectors of another dimension, a weight below 0 and a version without
         words, FilterError for a filter that does not fit the version's corpus, OverloadedError if too many calls wait,
@@ -296,12 +297,21 @@ class Router:
         return answer
 
     def _search_by_ranks(
-        self, queries_QD: FloatArray, k: int, hybrid: HybridQueries, min_coverage: float, **options: Any
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        hybrid: HybridQueries,
+        min_coverage: float,
+        *,
+        deadline: Deadline,
+        **options: Any,
     ) -> Answer:
         """Search both sides and fuse their best hits by reciprocal rank (`core.searching.fusion`)."""
         depth, options["min_coverage"] = max(k, LIST_DEPTH), min_coverage
-        words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
-        dense = self.search(queries_QD, depth, **options)
+        words_deadline = deadline.share(0.5) if min_coverage < 1 else deadline
+        words_only = hybrid._replace(weight="words")
+        words = self.search(queries_QD, depth, deadline=words_deadline, hybrid=words_only, **options)
+        dense = self.search(queries_QD, depth, deadline=deadline, **options)
         hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
         shards = tuple(max(both, key=lambda shard: shard.state != SEARCHED) for both in zip(words.shards, dense.shards))
         exact = replace(

@@ -36,12 +36,13 @@ from mvr_ray.distributed.indexing.lexical import (
     repair_lexical,
 )
 from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.messages import ShardResults
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import CoverageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.lexical import Postings, WordRule, find_words_as_bm25s
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -100,6 +101,29 @@ def test_a_shard_that_never_answers_leaves_time_for_the_parts_of_the_others_hits
     assert [shard.state for shard in answer.shards] == ["searched", "late", "searched"]
     [[hit]], [[both]] = answer.hits, answer.parts
     assert hit.score == np.float32(both.lexical + 2.0 * both.dense) and fleet.now_s < 102.0
+
+
+def test_a_second_round_without_an_answer_leaves_time_for_the_other_list_of_reciprocal_ranks(tmp_path, monkeypatch):
+    class StuckInSecondRounds(Stuck):
+        def fan_out(self, request, deadline, admit=False) -> ShardResults:
+            if admit:
+                self.now_s = deadline.due_s
+            return super().fan_out(request, deadline, admit)
+
+    views = random_views(240, 5)
+    rows = random_rows(views, 5)
+    for name, row in rows.items():
+        row |= {"title": "", "text": "ship" if shard_of(name, 4) == 2 else "x"}
+    corpus = corpus_of(tmp_path, rows, 2)
+    version = publish_random_index(tmp_path, views, 4, corpus=corpus, words="english")
+    whole = local_router(tmp_path, version)
+    fleet = StuckInSecondRounds(whole.fleet, -1, deaf=True)
+    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=fleet.clock))
+    words, query_1D = HybridQueries(QUESTIONS[:1], "rrf"), np.ones((1, D), np.float32)
+    options = {"hybrid": words, "deadline": Deadline.after(2.0), "min_coverage": 0.5}
+    answer = Router(whole.store, version, fleet).search(query_1D, 10, **options)
+    assert [shard.state for shard in answer.shards] == ["searched", "searched", "late", "searched"]
+    assert len(answer.hits[0]) == 10 and not answer.exact.certified and fleet.now_s <= 102.0
 
 
 def test_past_the_deadline_a_hybrid_search_reads_no_further_texts(tmp_path, monkeypatch):
