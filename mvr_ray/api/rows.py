@@ -177,9 +177,8 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             return {"id": id_, "title": title, "text": text, **dict(fields)}
         case str():
             return {"text": row}
-        case tuple() if "text" in (names := getattr(row, "_fields", ())):
-            is_of_pandas = type(row).__name__ == "Pandas" and names[:1] == ("Index",)  # as DataFrame.itertuples gives
-            return _plain_values(dict(list(zip(names, row))[is_of_pandas:]))
+        case tuple() if "text" in getattr(row, "_fields", ()):
+            return _plain_values(_named_values(row))
         case (id_, Mapping() as parts):  # of a mapping's items(), as BEIR's own program loads a corpus
             return _plain_values({**parts, "id": id_})
         case (id_, text):
@@ -193,6 +192,12 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             id_ = getattr(row, own_id, None)
             return _plain_values({**metadata, "text": getattr(row, text)} | ({} if id_ is None else {"id": id_}))
     return None
+
+
+def _named_values(row: Any) -> dict[str, Any]:
+    """Return the values of a named tuple by name. An index without a name, as DataFrame.itertuples gives, is none."""
+    is_of_pandas = type(row).__name__ == "Pandas" and row._fields[:1] == ("Index",)
+    return dict(list(zip(row._fields, row))[is_of_pandas:])
 
 
 def questions_of(questions: Any) -> list[Question]:
@@ -233,6 +238,8 @@ def _question_record(row: Any, where: str, own_id: str) -> Record:
             return record._replace(question=record.question._replace(teacher_scores=teacher_scores))
         case str():
             return question_record(own_id, row, where)
+        case tuple() if "question" in getattr(row, "_fields", ()):
+            return question_of(_plain_values(_named_values(row)), where, own_id)
         case (text, answers):
             own_answers = [answers] if isinstance(answers, str) else _plain_value(answers)
             return question_record(own_id, text, where, own_answers)

@@ -387,6 +387,13 @@ def test_the_rows_of_itertuples_are_read_by_name():
     ]
 
 
+def test_the_questions_of_itertuples_are_read_by_name():
+    frame = pandas.DataFrame({"id": ["a", "b"], "question": ["Who?", "When?"], "answers": [["I"], ["1413"]]})
+    for columns in (["id", "question"], ["id", "question", "answers"], ["question", "answers"]):
+        for rows in (frame[columns].itertuples(index=False), frame[columns].itertuples()):
+            assert questions_of(rows) == questions_of(frame[columns])
+
+
 def test_a_mapping_without_a_text_is_refused_with_its_keys():
     [record] = passage_records([{"id": "a", "page_content": "One."}])
     assert isinstance(record, BadRow) and "'id', 'page_content': rename" in record.reason
