@@ -47,10 +47,10 @@ def publish_changes(
     run = with_settings(run, encoder={"name": live.encoder_name}, index=own)
     external = _external_vectors(run, store, live)
     check = partial(_require_vectors, external, store, live.index) if external else None
-    before = Corpus.open(store, live.corpus)
 
-    def change_corpus() -> UpdateReport:
-        return update_by_records(run.prepare, store, changes, progress, index=live.index, check=check)
+    def change_corpus() -> tuple[Corpus, UpdateReport]:
+        before = Corpus.open(store, live.corpus)
+        return before, update_by_records(run.prepare, store, changes, progress, index=live.index, check=check)
 
     def publish() -> Manifest:
         if is_rolled_back(Corpus.open(store, live.corpus), manifests.read(store, live.index)):
@@ -58,7 +58,7 @@ def publish_changes(
         return index(run, progress, keep_rollback=True)
 
     try:
-        report = _with_retries(change_corpus)
+        before, report = _with_retries(change_corpus)
     except DataError as error:
         raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
     try:

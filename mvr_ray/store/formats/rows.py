@@ -43,7 +43,6 @@ _OF_OTHERS = ("question", "delete")
 """Keys of questions and of deletions, which a passage may have without a meaning."""
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", *_OF_OTHERS}
 _PRINTED_LIST = re.compile(r"""\s*[\[({]\s*['"].*['"].*[\])}]\s*""", re.DOTALL)
-_LISTS = "a text is one answer; write several as a list, in JSON lines or Parquet"
 Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
 
@@ -206,7 +205,8 @@ def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
     """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none."""
     answers, own_starts = answers_of(row)
     if isinstance(answers, str) and _PRINTED_LIST.fullmatch(answers):
-        return BadRow(where, f"answers is {answers!r:.60}, a list that was printed as one text; {_LISTS}")
+        cure = "a text is one answer; write several as a list, in JSON lines or Parquet"
+        return BadRow(where, f"answers is {answers!r:.60}, a list that was printed as one text; {cure}")
     starts = row.get("answer_starts")
     if starts is None and row.get("positive_ids"):
         starts = own_starts
