@@ -192,7 +192,7 @@ def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
         "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.at_size.seeds)),
-        "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps",
+        "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps (of one that was resumed, in its last run)",
     }
 
 
