@@ -184,6 +184,7 @@ def _step_line(step: StepRecord, variants: Sequence[str]) -> str:
 def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
     passages = sorted({step.report["passages_written"] for step in records.values() if step.stage == "prepare"})
     backbone = study.run.encoder.backbone
+    seconds = sum(step.seconds for step in records.values())
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "version": f"{code_version()} when the report was made; beside each command, when it was run",
@@ -192,7 +193,7 @@ def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
         "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.at_size.seeds)),
-        "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps (of one that was resumed, in its last run)",
+        "seconds": f"{seconds:,.0f} in all steps (of one that was resumed, in its last run)",
     }
 
 
