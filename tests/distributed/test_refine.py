@@ -534,6 +534,21 @@ def test_feedback_from_a_file_teaches_its_questions(store):
 
 
 @pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "linear", "alpha": 1e6, "keep_length": False}, "linear .* fp16 .* refine.alpha, beta and gamma"),
+        ({"method": "passage", "step_size": 1e30, "keep_length": False}, "passage .* fp16 .* refine.step_size"),
+        ({"method": "hybrid", "step_size": 1e300}, "hybrid .* fp32 .* refine.step_size nearer to 0"),
+        ({"method": "rocchio", "alpha": 1e300}, "rocchio .* fp32 .* refine.alpha, beta and gamma nearer to 0"),
+    ],
+)
+def test_a_move_beyond_the_stored_type_is_refused_with_the_settings_that_bound_it(store, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        refining.refine(config(store, **settings))
+
+
+@pytest.mark.usefixtures("without_ray")
 def test_what_cannot_be_learned_from_is_refused_before_work(store):
     own_store, reports = Store(str(store)), []
     own_corpus = only_corpus(own_store)

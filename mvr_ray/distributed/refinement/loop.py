@@ -37,7 +37,7 @@ from mvr_ray.distributed.refinement.measure import Evaluator, Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions
 from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
-from mvr_ray.distributed.refinement.shard_refiner import ShardStep
+from mvr_ray.distributed.refinement.shard_refiner import ShardStep, require_finite
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.store import manifest as manifests
 from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
@@ -219,6 +219,7 @@ class RefinementLoop:
             else:
                 step = aopt.ratio_step(block_QD, total, step_size=refine.step_size, guard=refine.domain_guard)
             step = step.keep_length(block_QD) if self.refiners.task.keep_length else step
+            require_finite(step, "fp32", refine)
             moved_LD[low + step.moved_M] = step.vectors_MD
             steps.append(step)
         original_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)

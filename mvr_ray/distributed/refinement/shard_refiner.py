@@ -23,15 +23,18 @@ from mvr_ray.config import RefineConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_view_numbers
+from mvr_ray.core.refining.refine_policy import ONE_SHOT
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
+from mvr_ray.errors import ConfigError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import rewrite, write_changed
+from mvr_ray.store.embeddings import Dtype
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
@@ -90,6 +93,18 @@ class ShardStep(NamedTuple):
             drift_sum=float(drift_M.sum()),
             drift_max=float(drift_M.max(initial=0.0)),
             num_drifted=num_drifted,
+        )
+
+
+def require_finite(step: aopt.StepResult, dtype: Dtype, refine: RefineConfig) -> None:
+    """Raise ConfigError if a moved vector has a number that a type cannot hold."""
+    with np.errstate(over="ignore"):
+        moved_MD = step.vectors_MD.astype(np.float16 if dtype == "fp16" else np.float32)
+    if not np.isfinite(moved_MD).all():
+        settings = "alpha, beta and gamma" if refine.method in ONE_SHOT else "step_size"
+        raise ConfigError(
+            f"refine: method {refine.method} moves a vector so far that {dtype} cannot hold it; set refine.{settings} "
+            f"nearer to 0, or refine.keep_length=true"
         )
 
 
@@ -200,6 +215,7 @@ class ShardRefiner:
             size, guard = refine.step_size, refine.domain_guard
             step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=size, guard=guard, single=True)
         step = step.keep_length(views_MD) if self.task.keep_length else step
+        require_finite(step, self.manifest.dtype, refine)
         moved_M = slot_M[step.moved_M]
         changes = changes.with_moved(moved_M, step.vectors_MD)
         self._save(to, shard, changes)
