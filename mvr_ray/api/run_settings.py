@@ -82,7 +82,11 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
         raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
     counts = parent_corpus(store, live.corpus, name).info.counts
-    words: dict[str, Any] = {"lexical": live.lexical is not None}
+    from mvr_ray.index.base import default_factory  # imports numpy and compiled loops
+
+    params, words = dict(live.index_params), dict[str, Any](lexical=live.lexical is not None)
+    if params.get("factory") == default_factory(live.dimension):
+        del params["factory"]  # another encoder may have another dimension, and its own default
     if live.lexical:
         from mvr_ray.distributed.indexing.lexical import language_of
 
@@ -91,7 +95,7 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
         "prepare": {"corpus": live.corpus} | {key: counts[key] for key in SETTINGS_OF_CHANGES if key in counts},
         "encoder": {"name": live.encoder_name},
         "index": {
-            **live.index_params,
+            **params,
             "name": name,
             "dtype": live.dtype,
             "encoder": live.encoder_fingerprint,

@@ -59,7 +59,7 @@ from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, try_weights
 from mvr_ray.distributed.indexing import build_index, external_vectors
-from mvr_ray.distributed.indexing.staging import EncodeTask
+from mvr_ray.distributed.indexing.staging import EncodeTask, checked_params
 from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.result_store import ResultStore
@@ -970,6 +970,16 @@ def test_a_store_of_the_command_line_is_changed_in_python_as_its_run_file_says(c
     for name in ("shards", "lexical", "config_digest"):
         assert getattr(manifest, name) == getattr(by_run_file, name)
     assert manifest.lexical is not None and manifest.metrics["prune_views"] == 0.25
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], "IVF256,PQ8x4fs"), (["index.factory=SQ8"], "SQ8")])
+def test_a_store_without_a_run_file_has_the_faiss_factory_of_the_next_encoder_or_the_named_one(
+    command_store: Path, tmp_path: Path, words: list[str], expected: str
+):
+    with pytest.raises(SystemExit):
+        main(["index", str(tmp_path / "run.yaml"), *words])
+    with Index.open(command_store, settings={"index": {"kind": "faiss"}}) as index:
+        assert checked_params(index.run, dimension=16).factory == expected
 
 
 def test_commands_rank_and_measure_an_earlier_version(command_store: Path, tmp_path: Path, capsys):
