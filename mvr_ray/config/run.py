@@ -201,6 +201,7 @@ class EncoderConfig(Section):
     viewer_position: Literal["zero", "own"] = "zero"
     """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
     viewer_init: Literal["random", "cls"] = "random"
+    """Of untrained viewers: random embeddings, or noisy copies of that of [CLS]."""
     empty_snippets: Literal["masked", "kept"] = "masked"
     """For `snippets`, if a passage has fewer sentences than views: no view, or one of an empty snippet, as CAMVR."""
     title_view: bool = False
@@ -356,6 +357,7 @@ class RefineConfig(Section):
     round. The weight with the highest top-1 on the labelled questions is used, of those that cost no gate set more than
     `max_heldout_loss` points; the smaller one on ties; if all cost more, the one that costs least."""
     domain_guard: Annotated[float, Field(gt=0)] = 1e-3
+    """A gradient step leaves a vector where its sum of positive scores, or of all, is not above this."""
     max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
     """Points of top-1 that a published refinement may cost any gate set, or the labelled questions themselves."""
     seed: int = 0
@@ -405,6 +407,7 @@ class ReadConfig(Section):
     overlap_tokens: Annotated[int, Field(ge=0)] = 128
     """Tokens that neighbouring windows of a long passage share."""
     max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
+    """A longer question is cut, for a reader and for a cross-encoder (`mine.max_pair_tokens`)."""
     max_answer_tokens: Count = 30
     minus_null: bool = True
     """Subtract the logits of "no answer here" ([CLS]) from a span's; false: for models trained without such texts."""

@@ -145,7 +145,7 @@ class MineConfig(Section):
     num_negatives: Count = 8
     drop_answer_bearing: bool = True
     sample: bool = False
-    """Draw from the window instead of taking its best."""
+    """Draw from the window, with `cross_encoder` from its `denoise_depth` best, instead of taking its best."""
     seed: int = 0
     cross_encoder: str | None = None
     """Drop negatives that this model scores as answers (RocketQA's denoising), and store its scores of the others.
