@@ -291,6 +291,13 @@ def test_a_build_names_the_passages_without_vectors_and_publishes_nothing(tmp_pa
         Index.open(tmp_path)
 
 
+def test_stored_vectors_of_another_type_are_refused_with_that_type(index: Index):
+    own = Index.open(index.run.store.path, settings={"index": {"dtype": "fp32"}})
+    with pytest.raises(DataError, match=rf"{len(PASSAGES)} passages without vectors .* in fp32 \(index.dtype\)"):
+        own.reindex()
+    assert index.reindex().version == 1
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [

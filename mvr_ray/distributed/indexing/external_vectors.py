@@ -82,8 +82,9 @@ class ExternalVectors:
             chunks += chunks_of(task, corpus, shard)
         if missing:
             raise DataError(
-                f"{count_noun(len(missing), 'passage')} without vectors in index.vectors and in earlier versions: "
-                f"{', '.join(missing[:5])}; nothing was published. Add them to the file, or delete the passages"
+                f"{count_noun(len(missing), 'passage')} without vectors in index.vectors and, in {task.draft.dtype} "
+                f"(index.dtype), in earlier versions: {', '.join(missing[:5])}; nothing was published. Add them to the "
+                f"file, or delete the passages"
             )
         existing = staged_chunks(task, chunks)
         for number, chunk in enumerate(chunks, 1):
