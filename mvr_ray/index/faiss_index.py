@@ -81,7 +81,7 @@ class FaissIndex(ApproximateIndex):
         cls, params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path
     ) -> list[str]:
         """Write a copy of the index file of `source` with new vectors; deleted vectors stay in it, with labels of
-        DELETED. Lists, codes and transforms are those of the first build."""
+        DELETED. Lists, codes and transforms are those of the first build. Nothing for a graph that takes no more."""
         with (
             _threads(1),
             translate_library_errors(f"Faiss cannot add {len(new_ND)} vectors to {source / FAISS_FILE}"),
@@ -89,6 +89,8 @@ class FaissIndex(ApproximateIndex):
             index = faiss.read_index(str(source / FAISS_FILE))
             _set_construction(index, params)
             if len(new_ND):
+                if isinstance(_searchable(index), faiss.IndexNSG):
+                    return []
                 index.add(new_ND)
         _write(index, folder / FAISS_FILE)
         return [FAISS_FILE, *update.write(folder)]

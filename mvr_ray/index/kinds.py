@@ -60,8 +60,8 @@ def update_index(
     vectors added, and deleted ones excluded from every search. Return the names of its files.
 
     Passages of `changed_ids` may have new vectors; all others that both have are the same. The bytes depend only on
-    these arguments, so on the history of the index. Empty where there is nothing to copy, or where more than
-    `most_share` of the labels would be deleted.
+    these arguments, so on the history of the index. Empty where there is nothing to copy, where more than `most_share`
+    of the labels would be deleted, or where the index takes no further vectors.
     """
     if params.kind == "flat" or not count_vectors(old_blocks) or not count_vectors(blocks):
         return []

@@ -398,6 +398,18 @@ print("done")
     assert (reply.returncode, reply.stdout) == (0, "done\n"), reply.stderr[-2500:]
 
 
+def test_a_graph_that_takes_no_further_vectors_is_built_again_and_copied_for_deletions(shard, tmp_path):
+    [block] = shard(13, 60, per_block=60)
+    params, source = IndexParams("faiss", "NSG8,Flat"), tmp_path / "source"
+    source.mkdir()
+    build_index(params, [block], source)
+    assert update_index(params, [block], [block], block.ids[:1], source, tmp_path, 1.0) == []
+    stop = int(block.row_ptr[59])
+    fewer = EmbeddingBlock(block.ids[:59], block.row_ptr[:60], block.view_numbers_N[:stop], block.vectors_ND[:stop])
+    assert update_index(params, [block], [fewer], [], source, tmp_path, 1.0)
+    assert open_index(params, [fewer], tmp_path).num_passages == 59
+
+
 @pytest.mark.parametrize("params", KINDS[:2], ids=lambda params: params.kind)
 def test_an_index_that_was_updated_twice_finds_what_a_scan_finds_and_not_what_was_deleted(
     params, shard, queries, change, tmp_path
