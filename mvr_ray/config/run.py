@@ -383,7 +383,7 @@ class RetrieveConfig(Section):
     """Questions of one unit of work."""
     tag: Name = "mvr_ray"
     strict_answers: bool = False
-    """Refuse empty answers, which by the field's rule match every passage."""
+    """Refuse empty answers, which by the field's rule match every passage, in `retrieve`, `evaluate` and `analyze`."""
     refined_queries: bool = False
     """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers.
     `evaluate.hybrid` and `tune` choose a weight without them."""

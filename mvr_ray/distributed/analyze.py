@@ -25,7 +25,7 @@ from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.core.judging import metrics
-from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher, refuse_empty_answers
 from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.threads import torch_threads
 from mvr_ray.distributed.cluster import session
@@ -160,7 +160,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     are those that pass.
 
     Raises ConfigError where no set is configured or for a filter that does not fit, MissingInputError where no question
-    has a passage in the index.
+    has a passage in the index, DataError for an answer that `retrieve.strict_answers` refuses.
     """
     settings, store = run.analyze, Store(run.store.path)
     name = settings.questions or next(iter(run.evaluate.questions), None)
@@ -173,6 +173,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     questions, gold = _gold_questions(passages, name, settings.max_questions)
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
+    if run.retrieve.strict_answers:
+        refuse_empty_answers(questions, run.evaluate.match)
     ranking_filter = checked_filter(run, passages)
     filter_text = "" if ranking_filter is None else parse_filter(ranking_filter, passages.fields).text
     encoder_id = manifest.encoder_name, manifest.encoder_fingerprint

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from mvr_ray.distributed.analyze import (
     analyze,
 )
 from mvr_ray.distributed.evaluate import evaluate, judge_hits
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
@@ -332,6 +333,17 @@ def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_ind
     write_questions(only_corpus(Store(str(own_index))), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
     with pytest.raises(MissingInputError, match="no question of 'strays' has its passage in index 'index'"):
         analyze(run_over(own_index, analyze={"questions": "strays"}))
+
+
+def test_empty_answers_are_refused_as_in_evaluate(own_index, run_over):
+    corpus = only_corpus(Store(str(own_index)))
+    first, *others = read_questions(corpus, "dev")[:5]
+    write_questions(corpus, "dev", [first._replace(answers=("",), answer_starts=(-1,)), *others])
+    for is_strict in (False, True):
+        run = run_over(own_index, retrieve={"strict_answers": is_strict})
+        for stage in (evaluate, analyze):
+            with pytest.raises(DataError, match="answer ''") if is_strict else nullcontext():
+                stage(run)
 
 
 def test_one_view_has_nothing_to_compare(own_index, run_over):
