@@ -608,7 +608,7 @@ def test_damaged_words_of_a_resharded_version_are_never_rebuilt_from_the_parts_o
 
 def test_learned_views_of_a_pruned_version_are_not_dropped_in_silence(first_store, run_over, tmp_path, caplog):
     root = shutil.copytree(first_store, tmp_path / "store")
-    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.6)
+    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.9)
     refined_version = add_views(store, build_index.index(run), {"p03"})
     assert "is not kept" not in caplog.text
     assert build_index.index(run).operation == "index"
@@ -616,6 +616,30 @@ def test_learned_views_of_a_pruned_version_are_not_dropped_in_silence(first_stor
     caplog.clear()
     build_index.index(run)
     assert "is not kept" not in caplog.text, "nothing was refined since"
+
+
+def test_a_version_of_which_pruning_left_no_view_out_is_kept_and_changed_as_one_with_all_views(
+    first_store, run_over, tmp_path, caplog
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.0)
+    version = build_index.index(run)
+    assert version.metrics["pruned_views"] == 0
+    refined_version = add_views(store, version, {"p03"})
+    kept_version = build_index.index(run)
+    assert build_index.index(run).version == kept_version.version
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p05": 51}), index="index")
+    changed_version = build_index.index(run)
+    whole_version = build_index.index(own_run(run_over, root, 3))
+    assert not caplog.text
+    assert (changed_version.metrics["encoded"], whole_version.metrics["encoded"]) == (1, 0)
+    assert not any(paths.PRUNED_JSON in entry.files for entry in whole_version.shards)
+    views = stored_views(store, refined_version)
+    for own_version in (kept_version, changed_version, whole_version):
+        own = stored_views(store, own_version)
+        assert all(
+            own[name].vectors_ND.tobytes() == views[name].vectors_ND.tobytes() for name in views if name != "p05"
+        )
 
 
 def test_a_version_with_all_views_takes_none_of_a_version_that_was_refined_and_pruned(first_store, run_over, tmp_path):
@@ -632,7 +656,7 @@ def test_an_update_of_pruned_versions_alone_says_that_it_encodes_what_did_not_ch
     first_store, run_over, tmp_path, caplog
 ):
     root = shutil.copytree(first_store, tmp_path / "store")
-    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.6)
+    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.9)
     whole = own_run(run_over, root, 3, name="index-all-views")
     build_index.index(run)
     assert "are encoded again" not in caplog.text

@@ -35,6 +35,7 @@ from mvr_ray.distributed.indexing.carry_over import (
     embedded_corpora,
     find_copies,
     has_refined_views,
+    lacks_views,
     passages_of,
 )
 from mvr_ray.distributed.indexing.lexical import LexicalTask, are_whole, build_lexical, find_base
@@ -186,7 +187,7 @@ def _warn_of_pruned_views(
 ) -> None:
     """Log a warning if unchanged passages are encoded again because every version with this encoder lacks views."""
     draft = plan.draft
-    embedders = {(one.encoder_fingerprint, one.dtype) for one in versions.values() if "pruned_views" in one.metrics}
+    embedders = {(one.encoder_fingerprint, one.dtype) for one in versions.values() if lacks_views(one)}
     are_pruned = bool(plan.others) and (draft.encoder_fingerprint, draft.dtype) in embedders
     if are_pruned and not embedded_corpora(store, task, versions):
         log.warning(
@@ -262,7 +263,7 @@ def _publish(corpus: Corpus, version: Manifest, progress: Progress) -> Manifest:
 
 def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:
     """Return the live version, if it has refined views of the same encoder to keep, else None, with a warning for those
-    of another encoder, and of a version pruned by `index.prune_views`: which views it lacks is not recorded.
+    of another encoder, and of a version that lacks views by `index.prune_views`: which ones is not recorded.
     """
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
@@ -271,7 +272,7 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
     originals = manifests.read_all(store, cfg.name) if is_copy else {}
     if not has_refined_views(version, originals):
         return None
-    if "pruned_views" in version.metrics:
+    if lacks_views(version):
         log.warning(
             f"index: what refinement changed in version {version.version} of index {cfg.name!r} is not kept: views of "
             f"it were left out by index.prune_views; refine again: mvr-ray refine CONFIG"
@@ -473,7 +474,7 @@ def _write_embeddings(
         _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
     elif not upserts and not plan.deleted_ids:
         names = base_files if same_params else paths.embedding_files(base_files)
-        known_files = {name: base_files[name] for name in names}
+        known_files = {name: base_files[name] for name in names if name != paths.PRUNED_JSON}
         for name in known_files:
             link_or_copy(base.path.with_name(name), folder / name)
     elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):

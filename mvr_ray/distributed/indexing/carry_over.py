@@ -216,15 +216,19 @@ def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, 
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = is_refined, version.corpus_digest, tuple(entry.digest for entry in version.shards)
                 corpora.setdefault(key, EmbeddedCorpus(store, version, is_refined))
-            has_all_views = "pruned_views" not in version.metrics
-            if same and has_all_views and version.operation == REFINED and version.parent in versions:
+            if same and not lacks_views(version) and version.operation == REFINED and version.parent in versions:
                 with_parent.append(EmbeddedCorpus(store, version, parent=versions[version.parent]))
     return [*sorted(corpora.values(), key=lambda source: not source.is_refined), *with_parent]
 
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
     """Return whether a version holds all views as encoded. `versions` are the existing ones of the index."""
-    return "pruned_views" not in version.metrics and not has_refined_views(version, versions)
+    return not lacks_views(version) and not has_refined_views(version, versions)
+
+
+def lacks_views(version: Manifest) -> bool:
+    """Return whether `index.prune_views` left out views of a version; which ones is not recorded."""
+    return version.metrics.get("pruned_views", 0.0) > 0
 
 
 def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
